@@ -1,0 +1,88 @@
+"""A tensor as a frame of bytes, and back: a header (dtype by name, shape), then the contiguous data.
+
+No pickle: nothing a peer writes can make this process run code, and nothing is allocated before the
+header's numbers agree with each other and with the limit.
+"""
+
+import math
+import struct
+
+import torch
+
+from ipc.errors import FrameTooLarge, PipeError, TensorUnsupported
+
+MAGIC = 0x6D617266
+MAX_DIMS = 64  # what torch allows
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+_HEAD = struct.Struct("=IIQQ24s")  # magic, ndim or NONE, frame number, nbytes, dtype
+_NONE = 0xFFFFFFFF
+_ALIGN = 64
+
+
+class Frame:
+    """`data` (contiguous, or None) and how much of it has been moved."""
+
+    __slots__ = ("data", "moved", "nbytes")
+
+    def __init__(self, data: torch.Tensor | None):
+        self.data = data
+        self.nbytes = 0 if data is None else data.numel() * data.element_size()
+        self.moved = 0
+
+    @property
+    def address(self) -> int:
+        """Of the next byte to move."""
+        return self.data.data_ptr() + self.moved
+
+    @property
+    def left(self) -> int:
+        return self.nbytes - self.moved
+
+
+def outgoing(tensor: torch.Tensor | None) -> Frame:
+    """Raises TensorUnsupported for what is more than its bytes, or not in host memory."""
+    if tensor is None:
+        return Frame(None)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise TensorUnsupported(
+            f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: only dense tensors in host "
+            "memory go through this pipe"
+        )
+    return Frame(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def encode(frame: Frame, number: int) -> bytes:
+    """The header, padded so that the data behind it is aligned."""
+    data = frame.data
+    dims, dtype = (_NONE, "") if data is None else (data.dim(), str(data.dtype)[len("torch.") :])
+    shape = () if data is None else data.shape
+    raw = _HEAD.pack(MAGIC, dims, number, frame.nbytes, dtype.encode())
+    raw += struct.pack(f"={len(shape)}Q", *shape)
+    return raw + bytes(-len(raw) % _ALIGN)
+
+
+def decode(raw: bytes, number: int, limit_bytes: int) -> tuple[Frame, int]:
+    """(a frame with fresh memory, bytes of header). `raw`: the first slot, or its beginning.
+
+    Raises PipeError when the header is damaged, FrameTooLarge.
+    """
+    magic, dims, found, nbytes, name = _HEAD.unpack_from(raw)
+    if magic != MAGIC or found != number or (dims > MAX_DIMS and dims != _NONE):
+        raise PipeError(f"frame {number} is damaged: magic {magic:#x}, number {found}, {dims} dims")
+    if nbytes > limit_bytes:
+        raise FrameTooLarge(nbytes, limit_bytes)
+    if dims == _NONE:
+        return Frame(None), header_bytes(0)
+    dtype = DTYPES.get(name.rstrip(b"\0").decode("ascii", "replace"))
+    shape = struct.unpack_from(f"={dims}Q", raw, _HEAD.size)
+    if dtype is None or math.prod(shape) * dtype.itemsize != nbytes:
+        raise PipeError(f"frame {number} is damaged: {shape} of {name!r} in {nbytes} bytes")
+    return Frame(torch.empty(shape, dtype=dtype)), header_bytes(dims)
+
+
+def header_bytes(dims: int) -> int:
+    return -(-(_HEAD.size + 8 * dims) // _ALIGN) * _ALIGN

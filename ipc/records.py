@@ -1,0 +1,184 @@
+"""What the index tells: plain immutable values, and the layout of a KV region. No torch here."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ipc.errors import CopyRefused
+
+
+class Role(enum.IntFlag):
+    """What an engine is meant for. Policy, not ability."""
+
+    NONE = 0
+    PREFILL = 1
+    DECODE = 2
+    BOTH = 3
+
+
+class State(enum.IntEnum):
+    """An engine as the node sees it."""
+
+    EMPTY = 0
+    STARTING = 1
+    READY = 2
+    DRAINING = 3
+    DEAD = 4
+
+
+# Gauges and counters of the load line, in the order of memory; all unsigned 64-bit.
+GAUGES = (
+    "scheduler_pid", "heartbeat_ns", "steps", "running", "waiting", "blocks_free", "blocks_total",
+    "queued_prompt_tokens",
+)  # fmt: skip
+COUNTERS = (
+    "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
+    "recomputed_tokens", "pins", "leases_expired", "index_full",
+)  # fmt: skip
+LOAD_FIELDS = GAUGES + COUNTERS
+
+
+class EngineRecord(NamedTuple):
+    """One engine: its control line (written by the node) and its load line (by its scheduler).
+
+    heartbeat_ns is CLOCK_MONOTONIC of the last `set_load`, 0 before the first. Counters go on
+    across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in.
+    """
+
+    slot: int
+    engine_id: str
+    role: int
+    state: int
+    boot_id: int
+    restarts: int
+    scheduler_pid: int
+    heartbeat_ns: int
+    steps: int
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_total: int
+    queued_prompt_tokens: int
+    handoffs_in: int
+    handoffs_out: int
+    handoff_bytes: int
+    handoff_ns: int
+    load_failures: int
+    stale_reads: int
+    recomputed_tokens: int
+    pins: int
+    leases_expired: int
+    index_full: int
+
+
+class RegionRecord(NamedTuple):
+    """Where one rank's KV lies and what it looks like; written by that rank's worker only.
+
+    worker_pid is for people: peers are told apart by boot_id and generation, never by pid.
+    nbytes is the usable size; fingerprint is at most 32 bytes.
+    """
+
+    segment: str
+    nbytes: int
+    num_blocks: int
+    num_layers: int
+    page_bytes: int
+    block_stride_bytes: int
+    layer_stride_bytes: int
+    base_offset_bytes: int
+    boot_id: int
+    generation: int
+    fingerprint: bytes = b""
+    worker_pid: int = 0
+
+    @property
+    def layout(self) -> "KVLayout":
+        return KVLayout(*self[2:8])
+
+
+class Ticket(NamedTuple):
+    """The owner's handle of one live entry."""
+
+    slot_index: int
+    generation: int
+    transfer_id: str
+
+
+class Entry(NamedTuple):
+    """One consistent look at an entry. True then; `Index.validate` says whether it still is."""
+
+    owner: int
+    slot_index: int
+    generation: int
+    boot_id: int
+    transfer_id: str
+    runs: tuple[tuple[int, int], ...]  # (first block, count), in the order of the tokens
+    tokens_ready: int
+    tokens_total: int
+    first_token: int
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for start, count in self.runs for block in range(start, start + count)]
+
+    @property
+    def complete(self) -> bool:
+        return self.tokens_ready == self.tokens_total
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How blocks and layers lie in one KV buffer. All offsets are bytes from its start.
+
+    Block b of layer l is the `page_bytes` bytes at
+    `base_offset_bytes + b * block_stride_bytes + l * layer_stride_bytes`.
+    """
+
+    num_blocks: int
+    num_layers: int
+    page_bytes: int
+    block_stride_bytes: int
+    layer_stride_bytes: int
+    base_offset_bytes: int = 0
+
+    @property
+    def order(self) -> str:
+        """ "LB": all blocks of a layer together; "BL": all layers of a block together."""
+        return "LB" if self.layer_stride_bytes >= self.block_stride_bytes else "BL"
+
+    @property
+    def extent_bytes(self) -> int:
+        """One past the last byte that any block of any layer uses."""
+        return (
+            self.base_offset_bytes
+            + (self.num_blocks - 1) * self.block_stride_bytes
+            + (self.num_layers - 1) * self.layer_stride_bytes
+            + self.page_bytes
+        )
+
+    def validate(self, nbytes: int) -> None:
+        """Raise CopyRefused unless pages are disjoint and all lie within `nbytes`."""
+        if min(self.num_blocks, self.num_layers, self.page_bytes) < 1 or self.base_offset_bytes < 0:
+            raise CopyRefused(f"{self}: counts must be at least 1 and the base not negative")
+        if not self._disjoint():
+            raise CopyRefused(f"{self}: strides this small make pages overlap")
+        if self.extent_bytes > nbytes:
+            raise CopyRefused(
+                f"{self} reaches byte {self.extent_bytes:,}, the region has {nbytes:,}"
+            )
+
+    def _disjoint(self) -> bool:
+        dims = sorted(
+            (stride, count)
+            for stride, count in (
+                (self.block_stride_bytes, self.num_blocks),
+                (self.layer_stride_bytes, self.num_layers),
+            )
+            if count > 1
+        )
+        span = self.page_bytes
+        for stride, count in dims:
+            if stride < span:
+                return False
+            span += stride * (count - 1)
+        return True

@@ -1,0 +1,36 @@
+"""One prefill/decode node: ``python launcher.py [MODEL] [placement flags] [vllm serve flags]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pdnode import config, plan_text
+from pdnode.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    _quiet_terminal()
+    try:
+        node_config = config.parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"pdnode: error: {error}", file=sys.stderr)
+        return error.exit_code
+    if node_config.dry_run:
+        print(plan_text.render(node_config))
+        return 0
+    # Only now: the node pulls in the whole of vLLM, which a plan or a refusal does not need.
+    from pdnode.node import run
+
+    return run(node_config)
+
+
+def _quiet_terminal() -> None:
+    """vLLM's log lines go to the engines' log files; the terminal is for what a person must read."""
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PDNODE_ENGINE_LOGGING_LEVEL", "INFO" if level == "ERROR" else level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""The only door between vLLM's KV blocks and `ipc`.
+
+connector.py   the facade vLLM instantiates; forwards each hook to one half
+scheduler.py   which entry a request needs, which blocks are pinned; the only writer of the index
+worker.py      owns the KV memory, maps peers', copies blocks; knows no requests
+metadata.py    what crosses between the two
+"""

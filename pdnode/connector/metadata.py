@@ -1,0 +1,64 @@
+"""What crosses between the scheduler half and the worker half of the connector, and nothing else.
+
+Scheduler -> worker, once a step: :class:`PdMetadata` (which blocks to copy before this step's forward).
+Worker -> scheduler, once a step: :class:`LoadReport` (what was copied, what was refused).
+Both are pickled by vLLM's own executor queue inside one engine; neither leaves the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ipc.records import Entry
+from pdnode.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy ``src_blocks[i]`` of the entry's owner into ``dst_blocks[i]`` of this engine.
+
+    Shapes: two equally long tuples of block ids; ``tokens`` is what they save computing.
+    """
+
+    request_id: str
+    entry: Entry
+    src_blocks: tuple[int, ...]
+    dst_blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class PdMetadata(KVConnectorMetadata):
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    request_id: str
+    owner: int
+    nbytes: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    request_id: str
+    tokens: int
+    reason: str
+
+
+@dataclass(slots=True)
+class LoadReport(KVConnectorWorkerMetadata):
+    """One worker's loads of one step; :meth:`aggregate` adds the ranks of a TP group."""
+
+    done: list[LoadDone] = field(default_factory=list)
+    failed: list[LoadFailed] = field(default_factory=list)
+    ranks: int = 1
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
+        assert isinstance(other, LoadReport)
+        return LoadReport(
+            done=self.done + other.done,
+            failed=self.failed + other.failed,
+            ranks=self.ranks + other.ranks,
+        )

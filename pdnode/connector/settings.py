@@ -1,0 +1,65 @@
+"""What an engine's processes must know of the node, and what ties their life to it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdnode.vllm_compat import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """Travels as vLLM's ``kv_connector_extra_config``. One per engine start."""
+
+    node_pid: int
+    index_name: str
+    segment_prefix: str
+    engine_id: str
+    slot: int
+    boot_id: int
+    """Random per engine start: names this life of the engine, never a pid."""
+    lease_s: float
+    fingerprint: str
+    """Hex digest of all that two engines must agree on before one may read the other's KV."""
+    kv_flag: str = "--kv-cache-memory-bytes"
+
+    def to_extra_config(self) -> dict[str, Any]:
+        return {"pdnode": asdict(self)}
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> ConnectorSettings:
+        assert vllm_config.kv_transfer_config is not None
+        return cls(**vllm_config.kv_transfer_config.kv_connector_extra_config["pdnode"])
+
+
+def own_process_group() -> None:
+    """Leave the terminal's foreground group.
+
+    Ctrl-C reaches every process of that group; an engine that obeyed it would drop the requests the
+    launcher is still draining. The launcher alone decides when engines stop.
+    """
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+
+
+def watch_node(node_pid: int) -> None:
+    """End this process at once when the launcher's process ends, however it ended."""
+    try:
+        fd = os.pidfd_open(node_pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="pdnode-node-watch", daemon=True).start()

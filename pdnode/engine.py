@@ -1,0 +1,263 @@
+"""One engine core as seen from the front end: start, ready, dead, stopped.
+
+    STARTING -> LOADING -> WARMING -> READY -> DEAD
+        \\__________________________/            |
+                    FAILED            STOPPED <--+
+
+An engine is an engine-core process and its workers. ``start`` may be called again after a death: it
+begins a new life with a new boot id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.errors import EngineFailed
+from pdnode.vllm_compat import (
+    KVTransferConfig,
+    VllmConfig,
+    connect_engine_core,
+    spawn_engine_core,
+)
+
+if TYPE_CHECKING:
+    from pdnode.config import EngineSpec
+    from pdnode.vllm_compat import AsyncMPClient
+
+LOG_TAIL_LINES = 20
+LOG_LEVEL_VARIABLE = "PDNODE_ENGINE_LOGGING_LEVEL"
+"""What the launcher found in VLLM_LOGGING_LEVEL, or nothing: its own terminal is quieter than that."""
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"
+    DEAD = "dead"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+# os.environ and the standard streams belong to the whole process, and a child takes what it finds
+# there at the moment it is started: one engine at a time.
+_spawn_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def child_surroundings(env: dict[str, str], log_path: Path) -> Iterator[None]:
+    """Processes started inside get ``env`` on top of ours, and write to ``log_path``."""
+    with _spawn_lock:
+        before = dict(os.environ)
+        saved = [os.dup(1), os.dup(2)]
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.environ.update(env)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            yield
+        finally:
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+            for fd in (log, *saved):
+                os.close(fd)
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def kv_transfer_config(
+    engine_id: str, *, strict: bool, extra_config: dict[str, Any] | None = None
+) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="PdConnector",
+        kv_connector_module_path="pdnode.connector.connector",
+        engine_id=engine_id,
+        # Every engine can do both: a role is what placement sends it.
+        kv_role="kv_both",
+        kv_connector_extra_config=extra_config or {},
+        kv_load_failure_policy="fail" if strict else "recompute",
+    )
+
+
+class Engine:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        vllm_config: VllmConfig,
+        settings: ConnectorSettings,
+        run_dir: Path,
+        log_dir: Path,
+        *,
+        strict: bool,
+        log_stats: bool,
+    ) -> None:
+        self.spec = spec
+        self.role = spec.role
+        self.slot = spec.slot
+        self.engine_id = spec.engine_id
+        self.state = EngineState.STARTING
+        self.restarts = 0
+        self.last_error: str | None = None
+        self.boot_id = 0
+        self.vllm_config: VllmConfig = vllm_config
+        self.client: AsyncMPClient
+        self.log_path = log_dir / f"{spec.engine_id}.log"
+        self._template = vllm_config
+        self._settings = settings
+        self._run_dir = run_dir
+        self._strict = strict
+        self._log_stats = log_stats
+        self._manager = None
+        self._pids: list[int] = []
+        self.requests = 0
+        self.queued_tokens = 0
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def begin_boot(self) -> None:
+        """A new life, before any process of it exists: announce ``boot_id``, then ``start``."""
+        self.boot_id = secrets.randbits(63) | 1
+        self.state = EngineState.STARTING
+        self.requests = self.queued_tokens = 0
+
+    def start(self) -> None:
+        """Start the processes and wait until they serve. Blocks; for a thread of its own.
+
+        Raises EngineFailed with the last log lines if the engine ends before it is ready.
+        """
+        self.vllm_config = self._config_for_this_boot()
+        addresses = {
+            f"{way}_address": f"ipc://{self._run_dir}/{self.engine_id}.{self.boot_id:x}.{way}"
+            for way in ("input", "output")
+        }
+        try:
+            with contextlib.ExitStack() as stack:
+                level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
+                env = {"VLLM_LOGGING_LEVEL": level, **self.spec.device.env()}
+                with child_surroundings(env, self.log_path):
+                    self._manager = stack.enter_context(
+                        spawn_engine_core(
+                            self.vllm_config, **addresses, log_stats=self._log_stats
+                        )
+                    )
+            self.client = connect_engine_core(
+                self.vllm_config, **addresses, log_stats=self._log_stats
+            )
+        except (RuntimeError, TimeoutError) as error:
+            self.state = EngineState.FAILED
+            raise EngineFailed(
+                f"{self.engine_id} ended while it started ({error}); its last lines, from "
+                f"{self.log_path}:\n{self.log_tail()}"
+            ) from error
+        self.worker_pids = [child.pid for child in psutil.Process(self.pid).children()]
+        self.state = EngineState.READY
+
+    def _config_for_this_boot(self) -> VllmConfig:
+        config = copy.deepcopy(self._template)
+        settings = ConnectorSettings(
+            **{
+                **{name: getattr(self._settings, name) for name in self._settings.__slots__},
+                "engine_id": self.engine_id,
+                "slot": self.slot,
+                "boot_id": self.boot_id,
+            }
+        )
+        config.kv_transfer_config = kv_transfer_config(
+            self.engine_id, strict=self._strict, extra_config=settings.to_extra_config()
+        )
+        return config
+
+    def stop(self, timeout_s: float) -> None:
+        """TERM, deadline, KILL; the whole tree. Blocks for at most ``timeout_s`` and a little."""
+        if self.state is not EngineState.FAILED:
+            self.state = EngineState.STOPPED
+        processes = self.processes()
+        for process in processes[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+        self.kill(alive)
+        self._close_client()
+
+    def kill(self, processes: list[psutil.Process] | None = None) -> None:
+        """SIGKILL the processes (default: this engine's tree) and wait for them to be gone."""
+        targets = self.processes() if processes is None else processes
+        for process in targets:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(targets, timeout=5)
+
+    def _close_client(self) -> None:
+        client = self.__dict__.pop("client", None)
+        if client is not None:
+            client.shutdown()
+
+    # --- facts ------------------------------------------------------------------------------------
+
+    worker_pids: list[int] = []
+
+    @property
+    def pid(self) -> int | None:
+        if self._manager is None or not self._manager.processes:
+            return None
+        return self._manager.processes[0].pid
+
+    def processes(self) -> list[psutil.Process]:
+        """The engine core first, then its descendants that still live."""
+        try:
+            core = psutil.Process(self.pid)
+            return [core, *core.children(recursive=True)]
+        except (psutil.NoSuchProcess, TypeError):
+            return [psutil.Process(pid) for pid in self.worker_pids if psutil.pid_exists(pid)]
+
+    def observe_start(self, kv_published: bool) -> EngineState:
+        """Refresh STARTING -> LOADING -> WARMING from what can be seen outside."""
+        if self.state in (EngineState.STARTING, EngineState.LOADING, EngineState.WARMING):
+            if kv_published:
+                self.state = EngineState.WARMING
+            elif self.state is EngineState.STARTING and len(self.processes()) > 1:
+                self.state = EngineState.LOADING
+        return self.state
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except OSError:
+            return "(no log)"
+        return "\n".join(text.splitlines()[-lines:])
+
+    # --- load as the front end knows it, exact to the message ---------------------------------------
+
+    def leg_sent(self, prompt_tokens: int) -> None:
+        self.requests += 1
+        self.queued_tokens += prompt_tokens
+
+    def leg_answered(self, prompt_tokens: int) -> None:
+        self.queued_tokens -= prompt_tokens
+
+    def leg_over(self, prompt_tokens: int, *, answered: bool) -> None:
+        self.requests -= 1
+        if not answered:
+            self.queued_tokens -= prompt_tokens
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, step_s: float = 0.05) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(step_s)
+    return True

@@ -1,0 +1,47 @@
+"""What can go wrong in a node, and who is told.
+
+    PdNodeError             base: one sentence with what was tried, the numbers and the knob
+      ConfigError           the command line cannot be honoured: exit code 2, nothing was started
+      NodeStartError        an engine, the index or the server did not come up in its budget
+        SelfTestError       everything started, but a P->D pair gave a wrong answer
+      EngineFailed          an engine died or hung while the node was serving
+      NoEngine              no engine is left that may take this request: HTTP 503
+      HandoffLost           the KV of one request was gone or replaced before it was copied
+      EnginesDisagree       a call to all engines got answers that cannot be one answer
+
+``exit_code`` is what the launcher returns when the error ends the node.
+"""
+
+from __future__ import annotations
+
+
+class PdNodeError(Exception):
+    exit_code = 1
+
+
+class ConfigError(PdNodeError):
+    exit_code = 2
+
+
+class NodeStartError(PdNodeError):
+    pass
+
+
+class SelfTestError(NodeStartError):
+    pass
+
+
+class EngineFailed(PdNodeError):
+    pass
+
+
+class NoEngine(PdNodeError):
+    pass
+
+
+class HandoffLost(PdNodeError):
+    pass
+
+
+class EnginesDisagree(PdNodeError):
+    pass

@@ -1,0 +1,28 @@
+"""All that two engines must agree on before one may read the other's KV, as one digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pdnode.vllm_compat import VLLM_VERSION, VllmConfig
+
+
+def facts(config: VllmConfig) -> dict[str, Any]:
+    return {
+        "vllm": VLLM_VERSION,
+        "model": config.model_config.model,
+        "revision": config.model_config.revision,
+        "dtype": str(config.model_config.dtype),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "block_size": config.cache_config.block_size,
+        "prefix_hash": str(config.cache_config.prefix_caching_hash_algo),
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+    }
+
+
+def of(config: VllmConfig) -> str:
+    """64 hex digits."""
+    text = json.dumps(facts(config), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()

@@ -1,0 +1,352 @@
+"""Builds the node, serves, stops: one object per launcher process.
+
+Order on the way up: listen socket, run directory and its reaper, index, engines, front end,
+self-test, HTTP. The way down is the reverse, and each step has its budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from ipc.index import Index
+from ipc.records import Role, State
+from pdnode import fingerprint, rundir, selftest, status, vllm_args
+from pdnode.config import NodeConfig
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.engine import Engine, EngineState, kv_transfer_config
+from pdnode.errors import EngineFailed, NodeStartError, PdNodeError
+from pdnode.placement import NodeView
+from pdnode.progress import Progress
+from pdnode.split_client import SplitClient
+from pdnode.vllm_compat import build_async_llm, engine_config, open_listen_socket, serve
+
+if TYPE_CHECKING:
+    import socket
+
+STOP_ENGINE_S = 5.0
+"""From TERM to KILL for an engine that has nothing left to finish."""
+
+INDEX_STATE = {
+    EngineState.STARTING: State.STARTING,
+    EngineState.LOADING: State.STARTING,
+    EngineState.WARMING: State.STARTING,
+    EngineState.READY: State.READY,
+    EngineState.DEAD: State.DEAD,
+    EngineState.FAILED: State.DEAD,
+    EngineState.STOPPED: State.DEAD,
+}
+"""What peers need to know of an engine's state, which is less than people do."""
+
+
+class Node:
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.boot_id = secrets.token_hex(4)
+        self.started_s = time.monotonic()
+        self.ready = False
+        self.draining = False
+        self.will_restart = False
+        self.paths: list[dict[str, Any]] = []
+        self.self_test_bytes = 0
+        self.vocab_size = 0
+        self.engines: list[Engine] = []
+        self.progress = Progress()
+        self.index: Index = None
+        self.acks: Index = None
+        self.client: SplitClient
+        self._run_dir: rundir.RunDir
+        self._stop = asyncio.Event()
+        self.http_server: Any = None
+        self._watched_fds: dict[int, list[int]] = {}
+
+    # --- up ---------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Returns the launcher's exit code."""
+        self._on_signals(self._stop.set)
+        args = self.config.frontend_args
+        args.middleware = [*args.middleware, status.MIDDLEWARE]
+        address, sock = self._listen()
+        self._run_dir = rundir.RunDir(self.boot_id)
+        try:
+            starting = asyncio.ensure_future(self._start())
+            stopping = asyncio.ensure_future(self._stop.wait())
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                await self._abandon(starting)
+                return 130
+            llm = await starting
+            stopping.cancel()
+            self.progress.line(f"ready: {address} ({time.monotonic() - self.started_s:.1f} s)")
+            self.ready = True
+            await serve(llm, address, sock, args, self._serving)
+            return 0
+        finally:
+            self.ready = False
+            sock.close()
+            await self._down()
+
+    def _listen(self) -> tuple[str, socket.socket]:
+        try:
+            return open_listen_socket(self.config.frontend_args)
+        except OSError as error:
+            raise NodeStartError(
+                f"cannot listen on {self.config.host}:{self.config.port} ({error.strerror}); choose "
+                "another --port"
+            ) from error
+
+    async def _start(self):
+        config = self.config
+        self.index = Index.create(
+            f"{self._run_dir.segment_prefix}.index",
+            engine_slots=len(config.engines) + 1,
+            entries_per_engine=config.index_entries,
+            node_boot_id=int(self.boot_id, 16),
+        )
+        # The node writes control lines as itself, and acknowledges hand-offs that ended without a
+        # reader from a slot of its own behind the engines'.
+        self.acks = Index.attach(self.index.name, me=len(config.engines))
+        front = await asyncio.to_thread(engine_config, config.frontend_args, None)
+        self.engines = await asyncio.to_thread(self._build_engines)
+        async with asyncio.timeout(config.start_timeout_s) as budget:
+            try:
+                await self._start_engines()
+            except TimeoutError:
+                states = ", ".join(f"{e.engine_id} {e.state.value}" for e in self.engines)
+                raise NodeStartError(
+                    f"not ready after --start-timeout {config.start_timeout_s:.0f} s: {states}"
+                ) from None
+        assert not budget.expired()
+        self._take_over_facts(front)
+        self.client = SplitClient(config, self.engines, self.acks, self._shape(front))
+        self.client.node = self
+        llm = build_async_llm(front, self.client, config.frontend_args)
+        for engine in self.engines:
+            self.client.listen(engine)
+            self._watch(engine)
+        await self._self_test()
+        await llm.reset_mm_cache()
+        return llm
+
+    def _build_engines(self) -> list[Engine]:
+        engines = []
+        for spec in self.config.engines:
+            connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
+            template = engine_config(vllm_args.parse(spec.vllm_args), connector)
+            settings = ConnectorSettings(
+                node_pid=os.getpid(),
+                index_name=self.index.name,
+                segment_prefix=f"{self._run_dir.segment_prefix}.{spec.engine_id}",
+                engine_id=spec.engine_id,
+                slot=spec.slot,
+                boot_id=0,
+                lease_s=self.config.lease_s,
+                fingerprint=fingerprint.of(template),
+            )
+            engines.append(
+                Engine(
+                    spec,
+                    template,
+                    settings,
+                    self._run_dir.path,
+                    self._run_dir.log_dir,
+                    strict=self.config.strict,
+                    log_stats=not self.config.frontend_args.disable_log_stats,
+                )
+            )
+        return engines
+
+    async def _start_engines(self) -> None:
+        watcher = asyncio.ensure_future(self._follow_start())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for engine in self.engines:
+                    group.create_task(self._start_engine(engine))
+        except* EngineFailed as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            watcher.cancel()
+
+    async def _start_engine(self, engine: Engine) -> None:
+        engine.begin_boot()
+        # A new life of the engine: what its last one left in the index is no longer true.
+        self.index.sweep(engine.slot)
+        self._publish_state(engine)
+        self.progress.state(engine.engine_id, engine.state.value)
+        await asyncio.to_thread(engine.start)
+        self._publish_state(engine)
+        self.progress.state(engine.engine_id, engine.state.value)
+
+    def _publish_state(self, engine: Engine) -> None:
+        self.index.set_control(
+            engine.slot,
+            engine_id=engine.engine_id,
+            role=Role[engine.role.upper()],
+            state=INDEX_STATE[engine.state],
+            boot_id=engine.boot_id,
+            restarts=engine.restarts,
+        )
+
+    async def _follow_start(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            for engine in self.engines:
+                region = self.index.region(engine.slot, 0)
+                published = region is not None and region.boot_id == engine.boot_id
+                self.progress.state(engine.engine_id, engine.observe_start(published).value)
+
+    def _take_over_facts(self, front) -> None:
+        """What the engines found out while they started, for vLLM's front end."""
+        configs = [engine.vllm_config for engine in self.engines]
+        front.model_config.max_model_len = min(c.model_config.max_model_len for c in configs)
+        front.cache_config.num_gpu_blocks = sum(c.cache_config.num_gpu_blocks for c in configs)
+        front.cache_config.block_size = configs[0].cache_config.block_size
+        front.cache_config.effective_attention_block_size = configs[
+            0
+        ].cache_config.effective_attention_block_size
+        self.vocab_size = front.model_config.get_vocab_size()
+
+    def _shape(self, front) -> NodeView:
+        return NodeView((), front.cache_config.block_size, front.model_config.max_model_len)
+
+    async def _self_test(self) -> None:
+        roles = {
+            role: [e for e in self.engines if e.role == role] for role in ("prefill", "decode")
+        }
+        self.progress.line("self-test")
+        for prefill in roles["prefill"]:
+            for decode in roles["decode"]:
+                result = await selftest.test_pair(self, prefill, decode, 120.0)
+                kind = prefill.spec.device.kv_path_to(decode.spec.device)
+                self.paths.append(
+                    {
+                        "from": prefill.engine_id,
+                        "to": decode.engine_id,
+                        "kind": kind,
+                        "gb_per_s": result.gb_per_s,
+                    }
+                )
+                self.progress.line(
+                    f"  {prefill.engine_id} -> {decode.engine_id}  {kind}  {result.gb_per_s} GB/s"
+                )
+        self.self_test_bytes = sum(self.index.engine(e.slot).handoff_bytes for e in self.engines)
+
+    # --- serving -----------------------------------------------------------------------------------
+
+    def _serving(self) -> bool:
+        """True once the server runs and our signal handlers have replaced vLLM's."""
+        if self.http_server is None or not self.http_server.started:
+            return False
+        self._on_signals(self._begin_stop)
+        return True
+
+    def _on_signals(self, action) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, action)
+
+    def _begin_stop(self) -> None:
+        if self.draining:
+            self._stop_now()
+            return
+        self.draining = True
+        self.progress.line(
+            f"stopping: {self.client.unfinished} requests may finish within "
+            f"{self.config.drain_timeout_s:.0f} s (again: at once)"
+        )
+        self._drain_task = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self.config.drain_timeout_s
+        while self.client.unfinished and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        left = self.client.unfinished
+        if left:
+            self.progress.line(f"--drain-timeout reached with {left} requests running; ending them")
+            self.http_server.force_exit = True
+        self.http_server.should_exit = True
+
+    def _stop_now(self) -> None:
+        self.http_server.force_exit = True
+        self.http_server.should_exit = True
+        for engine in self.engines:
+            engine.kill()
+
+    def _watch(self, engine: Engine) -> None:
+        """See a death of any of the engine's processes in the moment it happens."""
+        loop = asyncio.get_running_loop()
+        fds = []
+        for pid in (engine.pid, *engine.worker_pids):
+            with contextlib.suppress(ProcessLookupError):
+                fds.append(os.pidfd_open(pid))
+        self._watched_fds[engine.slot] = fds
+        for fd in fds:
+            loop.add_reader(fd, self._died, engine)
+
+    def _unwatch(self, engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        for fd in self._watched_fds.pop(engine.slot, ()):
+            loop.remove_reader(fd)
+            os.close(fd)
+
+    def _died(self, engine: Engine) -> None:
+        self._unwatch(engine)
+        if engine.state is not EngineState.READY:
+            return
+        engine.state = EngineState.DEAD
+        engine.last_error = f"a process of {engine.engine_id} ended: {engine.log_tail(3)}"
+        self.progress.line(f"{engine.engine_id} died")
+        asyncio.get_running_loop().create_task(self._after_death(engine))
+
+    async def _after_death(self, engine: Engine) -> None:
+        self._publish_state(engine)
+        await asyncio.to_thread(engine.kill)
+        await self.client.engine_died(engine)
+
+    # --- down ----------------------------------------------------------------------------------------
+
+    async def _abandon(self, starting: asyncio.Future) -> None:
+        self.progress.line("stopping before the node was ready")
+        await asyncio.gather(*(asyncio.to_thread(engine.kill) for engine in self.engines))
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PdNodeError):
+            await starting
+
+    async def _down(self) -> None:
+        if hasattr(self, "client"):
+            self.client.shutdown()
+        for engine in self.engines:
+            self._unwatch(engine)
+        await asyncio.gather(
+            *(asyncio.to_thread(engine.stop, STOP_ENGINE_S) for engine in self.engines)
+        )
+        for index in (self.acks, self.index):
+            if index is not None:
+                index.close()
+        self._run_dir.close()
+
+
+def run(config: NodeConfig) -> int:
+    """The launcher's main: serve until told to stop; returns the exit code."""
+    import uvloop
+
+    # Engines are started from threads of a process that has a loop and sockets: forking it is unsafe.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    for name in rundir.sweep_dead():
+        print(f"pdnode: removed what the dead node {name} left behind", file=sys.stderr)
+
+    async def main() -> int:
+        return await Node(config).run()
+
+    try:
+        return uvloop.run(main())
+    except PdNodeError as error:
+        print(f"pdnode: error: {error}", file=sys.stderr)
+        return error.exit_code

@@ -1,0 +1,75 @@
+"""What must happen when the launcher is gone, done by a process that cannot die with it.
+
+Standard library only, so that it costs a few megabytes and starts in milliseconds. It sleeps on the
+launcher's pidfd; when the launcher has ended, in whatever way, it kills every process that carries
+the node's mark in its environment and removes the node's segments and run directory.
+
+The mark is an environment variable: every descendant inherits it, in every phase of its start, with
+no cooperation. Pids are never remembered, so none can be mistaken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARK = "PDNODE_BOOT_ID"
+SHM_DIR = Path("/dev/shm")
+KILL_DEADLINE_S = 5.0
+
+
+def marked(boot_id: str) -> list[int]:
+    """Pids of this user's processes that carry the node's mark, this process excepted."""
+    wanted = f"{MARK}={boot_id}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_marked(boot_id: str) -> list[int]:
+    """SIGKILL them until none is left; returns those that outlive the deadline."""
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while (pids := marked(boot_id)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return pids
+
+
+def remove_leftovers(run_dir: Path, segment_prefix: str) -> list[str]:
+    """Unlink the node's segments, then its run directory. Returns the names that were there."""
+    removed = []
+    for path in SHM_DIR.glob(f"{segment_prefix}*"):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            removed.append(path.name)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return removed
+
+
+def main(argv: list[str]) -> int:
+    pidfd, boot_id, run_dir, segment_prefix = int(argv[0]), argv[1], Path(argv[2]), argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
+    left = kill_marked(boot_id)
+    remove_leftovers(run_dir, segment_prefix)
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

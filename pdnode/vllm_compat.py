@@ -1,0 +1,323 @@
+"""Every vLLM name that pdnode touches, and nothing else does.
+
+Checked on vLLM 0.32.0 (run) and 0.33.0 (sources; `make compat VLLM=0.33.0`). vLLM calls most of
+these semi-public: stable enough to build on, free to move. `tests/compat.py` reads ``TOUCHED`` and
+says which name moved. No module of vLLM is patched for longer than one constructor call
+(:func:`build_async_llm`, which says why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from vllm import SamplingParams
+from vllm import __version__ as VLLM_VERSION
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = [
+    "TOUCHED",
+    "VLLM_VERSION",
+    "BlockPool",
+    "EngineCoreEventType",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "FinishReason",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
+    "Request",
+    "RequestOutputKind",
+    "RequestStatus",
+    "SamplingParams",
+    "SchedulerOutput",
+    "VllmConfig",
+    "build_async_llm",
+    "connect_engine_core",
+    "engine_config",
+    "init_logger",
+    "open_listen_socket",
+    "serve",
+    "spawn_engine_core",
+]
+
+SUPPORTED = ">=0.32,<0.34"
+
+# (module, dotted name, parameters or fields that must exist). Read by tests/compat.py without
+# importing vLLM, so that a version can be checked from its wheel alone.
+TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "vllm.v1.engine.core_client",
+        "EngineCoreClient.make_async_mp_client",
+        ("vllm_config", "executor_class", "log_stats", "client_addresses", "renderer"),
+    ),
+    (
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.__init__",
+        ("vllm_config", "executor_class", "log_stats", "client_addresses"),
+    ),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", ("request",)),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", ("request_ids",)),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", ()),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method",)),
+    ("vllm.v1.engine.core_client", "MPClient.shutdown", ("timeout",)),
+    (
+        "vllm.v1.engine.utils",
+        "launch_core_engines",
+        ("vllm_config", "executor_class", "log_stats", "addresses"),
+    ),
+    ("vllm.v1.engine.utils", "EngineZmqAddresses", ("inputs", "outputs")),
+    ("vllm.v1.engine.utils", "CoreEngineLaunch", ("engine_manager",)),
+    ("vllm.v1.engine.utils", "CoreEngineProcManager.shutdown", ("timeout",)),
+    (
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_vllm_config",
+        ("vllm_config", "enable_log_requests", "disable_log_stats", "aggregate_engine_logging"),
+    ),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", ()),
+    (
+        "vllm.v1.engine",
+        "EngineCoreRequest",
+        ("request_id", "prompt_token_ids", "sampling_params", "pooling_params", "prompt_embeds"),
+    ),
+    (
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        (
+            "request_id",
+            "new_token_ids",
+            "finish_reason",
+            "events",
+            "kv_transfer_params",
+            "prefill_stats",
+        ),
+    ),
+    (
+        "vllm.v1.engine",
+        "EngineCoreOutputs",
+        ("engine_index", "outputs", "scheduler_stats", "timestamp"),
+    ),
+    ("vllm.v1.engine", "FinishReason", ("STOP", "LENGTH", "ABORT", "ERROR")),
+    (
+        "vllm.v1.metrics.stats",
+        "PrefillStats",
+        ("num_prompt_tokens", "num_computed_tokens", "num_cached_tokens"),
+    ),
+    ("vllm.config.kv_transfer", "KVTransferConfig", ("kv_connector_module_path", "engine_id")),
+    ("vllm.config.kv_transfer", "KVTransferConfig", ("kv_load_failure_policy",)),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", ()),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.get_mem_pool_context",
+        (),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.get_num_new_matched_tokens",
+        ("request", "num_computed_tokens"),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.update_state_after_alloc",
+        ("request", "blocks", "num_external_tokens"),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.request_finished",
+        ("request", "block_ids"),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.has_pending_push_work",
+        (),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.get_transfer_results",
+        ("finished_req_ids",),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.get_block_ids_with_load_errors",
+        (),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.build_connector_worker_meta",
+        (),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.bind_gpu_block_pool",
+        ("gpu_block_pool",),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.on_new_request",
+        ("request",),
+    ),
+    ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ()),
+    (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "build_and_serve",
+        ("engine_client", "listen_address", "sock", "args"),
+    ),
+    ("vllm.entrypoints.launchers.launcher", "setup_server", ("args", "reuse_port")),
+    ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", ("args",)),
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("usage_context",)),
+)
+
+
+def engine_config(
+    args: argparse.Namespace, kv_transfer_config: KVTransferConfig | None
+) -> VllmConfig:
+    """vLLM's own reading of its own flags, with our connector (or none: the front end's view)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args.kv_transfer_config = kv_transfer_config
+    return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+@contextmanager
+def spawn_engine_core(
+    vllm_config: VllmConfig, *, input_address: str, output_address: str, log_stats: bool
+) -> Iterator[Any]:
+    """Start one engine-core process; yields its process manager once the process exists.
+
+    Leaving the context waits for the engine's handshake (weights loaded, KV allocated, warmed) and
+    raises RuntimeError if the process ends before. Entering and leaving must be on one thread.
+    """
+    from vllm.v1.engine.utils import EngineZmqAddresses, launch_core_engines
+    from vllm.v1.executor import Executor
+
+    addresses = EngineZmqAddresses(inputs=[input_address], outputs=[output_address])
+    with launch_core_engines(
+        vllm_config, Executor.get_class(vllm_config), log_stats, addresses
+    ) as launch:
+        yield launch.engine_manager
+
+
+def connect_engine_core(
+    vllm_config: VllmConfig, *, input_address: str, output_address: str, log_stats: bool
+) -> AsyncMPClient:
+    """vLLM's client for one engine core that somebody else started.
+
+    Blocks until the engine's ready message, which also updates ``vllm_config`` (blocks, max length).
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.executor import Executor
+
+    return AsyncMPClient(
+        vllm_config,
+        Executor.get_class(vllm_config),
+        log_stats,
+        client_addresses={"input_address": input_address, "output_address": output_address},
+    )
+
+
+def build_async_llm(
+    vllm_config: VllmConfig, client: EngineCoreClient, args: argparse.Namespace
+) -> AsyncLLM:
+    """vLLM's front end over a client of ours.
+
+    ``AsyncLLM`` has no parameter for its client: it calls one factory, once, in its constructor. The
+    factory is replaced for that one call, on this thread, and put back.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    def factory(*_: Any, renderer: Any = None, **__: Any) -> EngineCoreClient:
+        # What AsyncMPClient does once its processes exist: ours exist already.
+        if renderer is not None:
+            renderer.start_mm_warmup_in_background()
+        return client
+
+    with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(factory)):
+        return AsyncLLM.from_vllm_config(
+            vllm_config,
+            enable_log_requests=args.enable_log_requests,
+            disable_log_stats=args.disable_log_stats,
+            aggregate_engine_logging=args.aggregate_engine_logging,
+        )
+
+
+def open_listen_socket(args: argparse.Namespace) -> tuple[str, socket.socket]:
+    """Bind the HTTP port before anything is started, as vLLM does. Raises OSError."""
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    return setup_server(args, reuse_port=False)
+
+
+async def serve(
+    llm: AsyncLLM,
+    address: str,
+    sock: socket.socket,
+    args: argparse.Namespace,
+    on_serving: Callable[[], bool],
+) -> None:
+    """vLLM's OpenAI server until it is told to exit.
+
+    ``on_serving`` is asked until it is True: it puts our signal handlers in the place of vLLM's,
+    which exist only once its server runs.
+    """
+    import asyncio
+
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+
+    serving = asyncio.ensure_future(build_and_serve(llm, address, sock, args))
+    loop = asyncio.get_running_loop()
+
+    async def wait_for_app() -> None:
+        while not serving.done() and not on_serving():
+            await asyncio.sleep(0.01)
+
+    watcher = loop.create_task(wait_for_app())
+    try:
+        shutdown = await serving
+        await shutdown
+    finally:
+        watcher.cancel()
