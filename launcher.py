@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quiet_terminal() -> None:
-    """vLLM's log lines go to the engines' log files; the terminal is for what a person must read."""
+    """vLLM logs go to the engines' log files; the terminal is for what a person must read."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PDNODE_ENGINE_LOGGING_LEVEL", "INFO" if level == "ERROR" else level)
 

@@ -5,7 +5,7 @@ Usable without vLLM: two processes, one box, paged KV, and what each knows of th
 The life of an entry:
 
  1. the node makes the index                               index.py   Index.create
- 2. a worker makes its KV region and says where it is      memory.py  zeros_in_new, index.py set_region
+ 2. a worker makes its KV region and says where it is      memory.py  zeros_in_new, Index.set_region
  3. a peer's worker maps it, or refuses it                 memory.py  HostRegion.attach
  4. the owner's scheduler offers blocks, with a lease      index.py   Index.insert, publish, renew
  5. a reader's scheduler finds them                        index.py   Index.select, drop_select
@@ -46,7 +46,8 @@ _LAZY = {
     "KVPipe": "ipc.pipe",
 }
 
-__all__ = [
+__all__ = [  # noqa: PLE0604 (the keys of _LAZY are strings)
+    *_LAZY,
     "EngineRecord",
     "Entry",
     "Index",
@@ -59,7 +60,6 @@ __all__ = [
     "Ticket",
     "names",
     "sweep",
-    *_LAZY,
 ]
 
 

@@ -1,9 +1,9 @@
-"""Is the process at the other end of a segment alive? The kernel knows: it drops a dead process's locks.
+"""Is the process at the other end of a segment alive? The kernel knows: it drops dead locks.
 
-Each end holds an open-file-description lock on one byte of the segment's file. Nobody ever waits for such
-a lock; it is only asked about. No pids (they are reused), no heartbeats (a stopped process is alive).
-The lock goes when the descriptor is closed, by `release` or by death; children made by `fork` without
-`exec` would keep it, so use spawn.
+Each end holds an open-file-description lock on one byte of the segment's file. Nobody ever waits
+for such a lock; it is only asked about. No pids (they are reused), no heartbeats (a stopped process
+is alive). The lock goes when the descriptor is closed, by `release` or by death; children made by
+`fork` without `exec` would keep it, so use spawn.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Shared bytes: words that cannot be torn, and cells whose last value survives their writer's death."""
+"""Shared bytes: words that cannot be torn, and cells whose value survives their writer's death."""
 
 import mmap
 import zlib

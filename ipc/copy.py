@@ -1,12 +1,13 @@
-"""Block runs -> few big copies. `plan` is arithmetic, `HostCopier` moves bytes and knows no requests.
+"""Block runs -> few big copies. `plan` is arithmetic, `HostCopier` moves bytes, knows no requests.
 
-A strip is `rows` pieces of `nbytes` bytes at fixed steps on both sides: one run of blocks in all layers,
-say. One strip is one numpy copy (a memcpy per row, without the GIL), so a hand-off of one run is ONE
-call, whatever the number of layers. Calling memmove per piece would ask for the GIL back each
-time, and a busy scheduler thread holds it for up to 5 ms.
+A strip is `rows` pieces of `nbytes` bytes at fixed steps on both sides: one run of blocks in all
+layers, say. One strip is one numpy copy (a memcpy per row, without the GIL), so a hand-off of one
+run is ONE call, whatever the number of layers. Calling memmove per piece would ask for the GIL back
+each time, and a busy scheduler thread holds it for up to 5 ms.
 """
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,10 +96,11 @@ class HostCopier:
         self, plan: CopyPlan, src: Span | int, dst: Span | int, *,
         src_nbytes: int | None = None, dst_nbytes: int | None = None,
     ) -> int:  # fmt: skip
-        """Returns the bytes moved. Every piece is checked against both sizes before the first moves.
+        """The bytes moved. Every piece is checked against both sizes before the first moves.
 
-        `src`, `dst`: regions; or bare addresses, with the sizes in `src_nbytes`, `dst_nbytes` (left out,
-        the plan's own extent is trusted: `KVLayout.validate` must have been called). Raises CopyRefused.
+        `src`, `dst`: regions; or bare addresses, with the sizes in `src_nbytes`, `dst_nbytes` (left
+        out, the plan's own extent is trusted: `KVLayout.validate` must have been called). Raises
+        CopyRefused.
         """
         source = _window(src, src_nbytes, plan.src_extent_bytes, "source")
         target = _window(dst, dst_nbytes, plan.dst_extent_bytes, "destination")
@@ -130,7 +132,7 @@ def _runs(src: np.ndarray, dst: np.ndarray) -> list[tuple[int, int]]:
         return []
     breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     edges = [0, *breaks.tolist(), len(src)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def _strips(src: KVLayout, dst: KVLayout, src_block: int, dst_block: int, n: int) -> list[Strip]:

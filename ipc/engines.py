@@ -1,4 +1,4 @@
-"""The engine table: who there is, how loaded, and where each rank's KV lies. One cell per writer."""
+"""The engine table: who there is, how loaded, where each rank's KV lies. One cell per writer."""
 
 import time
 

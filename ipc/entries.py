@@ -115,8 +115,8 @@ class Entries:
         for slot in unclean_slots(self._shared, self._geometry, self._owner):
             if self._boot_of(slot) == boot_id:
                 raise NotOwner(
-                    f"table of slot {self._owner} has live entries of boot {boot_id:#x} from another "
-                    "writer: one process writes one engine's table"
+                    f"table of slot {self._owner} has live entries of boot {boot_id:#x} from "
+                    "another writer: one process writes one engine's table"
                 )
             end_entry(self._shared, self._geometry, self._owner, slot)
         self._free_pages = list(range(self._geometry.run_pages))
@@ -201,17 +201,18 @@ def runs_of(block_ids: Sequence[int]) -> Runs:
         raise LookupFault(
             f"{len(block_ids)} blocks in one entry, at most {layout.MAX_ENTRY_BLOCKS}"
         )
-    runs: Runs = []
-    start, following = -1, -1
+    runs: list[list[int]] = []
+    following = None
     for block in block_ids:
-        if block != following:
-            if not 0 <= block <= 0xFFFFFFFF:
-                raise LookupFault(f"block id {block} is not within 0 and 2^32 - 1")
-            runs.append((start, following - start))
-            start = block
+        if block == following:
+            runs[-1][1] += 1
+        else:
+            runs.append([int(block), 1])
         following = block + 1
-    runs.append((start, following - start))
-    return [(int(start), int(count)) for start, count in runs[1:]] if start >= 0 else []
+    for first, count in runs:
+        if first < 0 or first + count > 1 << 32:
+            raise LookupFault(f"block ids {first} to {first + count - 1}: not in 0 to 2^32 - 1")
+    return [(first, count) for first, count in runs]
 
 
 def record_crc(generation: int, body: bytes, runs: bytes) -> int:

@@ -48,8 +48,8 @@ class NoSharedMemory(SegmentError):
     def __init__(self, name: str, purpose: str, nbytes: int, free_bytes: int, flag: str):
         self.nbytes, self.free_bytes, self.flag = nbytes, free_bytes, flag
         super().__init__(
-            f"no shared memory for {purpose}: segment {name!r} needs {nbytes:,} bytes, /dev/shm has "
-            f"{free_bytes:,} free; lower {flag}, or give /dev/shm more (docker run --shm-size)"
+            f"no shared memory for {purpose}: segment {name!r} needs {nbytes:,} bytes, /dev/shm "
+            f"has {free_bytes:,} free; lower {flag}, or give /dev/shm more (docker run --shm-size)"
         )
 
 

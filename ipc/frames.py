@@ -1,4 +1,4 @@
-"""A tensor as a frame of bytes, and back: a header (dtype by name, shape), then the contiguous data.
+"""A tensor as a frame of bytes, and back: a header (dtype by name, shape), then the data.
 
 No pickle: nothing a peer writes can make this process run code, and nothing is allocated before the
 header's numbers agree with each other and with the limit.
@@ -49,8 +49,8 @@ def outgoing(tensor: torch.Tensor | None) -> Frame:
         return Frame(None)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise TensorUnsupported(
-            f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: only dense tensors in host "
-            "memory go through this pipe"
+            f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: only dense tensors in "
+            "host memory go through this pipe"
         )
     return Frame(tensor.detach().resolve_conj().resolve_neg().contiguous())
 

@@ -183,9 +183,9 @@ class Index:
     ) -> Entry:
         """Wait until the entry is complete, and take it: no second reader gets it.
 
-        The owner keeps the blocks until `drop` (or the end of the lease). `timeout_s`: None waits for
-        ever, 0 tries once. Raises WaitTimeout with what was seen last; PeerGone when the owner was
-        replaced, or died before the entry was complete.
+        The owner keeps the blocks until `drop` (or the end of the lease). `timeout_s`: None waits
+        for ever, 0 tries once. Raises WaitTimeout with what was seen last; PeerGone when the owner
+        was replaced, or died before the entry was complete.
         """
         taking, wait = Taking(self._lookup, self._engines, transfer_id, owner), Wait(timeout_s)
         try:

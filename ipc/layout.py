@@ -26,17 +26,18 @@ the version on, so a death at any instruction leaves the previous value readable
 
       0 version │ 64 side 0: crc, body │ 64 + span  side 1: crc, body        current = version & 1
 
-An entry record has a sequence word, odd while its owner writes; its generation is odd while the entry
-lives and even while the slot is free, so one store ends an entry for all readers.
+An entry record has a sequence word, odd while its owner writes; its generation is odd while the
+entry lives and even while the slot is free, so one store ends an entry for all readers.
 
-A transfer id lives in one of two buckets, both chosen by its digest, in the emptier one. Nothing ever
-moves and there are no tombstones: a look-up reads two buckets, full or empty table, and 64 bytes each.
+A transfer id lives in one of two buckets, both chosen by its digest, in the emptier one. Nothing
+ever moves and there are no tombstones: a look-up reads two buckets, full or empty table, and 64
+bytes each.
 
-What is assumed of the machine: an aligned 8-byte store or load is not torn, stores of one thread are
-seen in order, and loads happen in order (x86-64). Single words go through a memoryview of u64, which
-is one 8-byte copy; `struct.pack_into` is not used on shared bytes because CPython zeroes the target
-first. On weaker machines (ARM) the crc still catches torn records, but "the generation is old, hence the
-bytes I copied before I looked are good" would need a load barrier there.
+What is assumed of the machine: an aligned 8-byte store or load is not torn, stores of one thread
+are seen in order, and loads happen in order (x86-64). Single words go through a memoryview of u64,
+which is one 8-byte copy; `struct.pack_into` is not used on shared bytes because CPython zeroes the
+target first. On weaker machines (ARM) the crc still catches torn records, but "the generation is
+old, hence the bytes I copied before I looked are good" would need a load barrier there.
 """
 
 import struct
@@ -69,7 +70,7 @@ REGION_CELL = LINE + 2 * REGION_SPAN
 ROW = REGIONS_AT + RANKS * REGION_CELL
 
 RECORD = 128
-# All after seq and generation but the lease: digest, boot, ready, total, first, blocks, runs, page, crc
+# Between generation and lease: digest, boot, ready, total, first, blocks, runs, page, crc
 BODY = struct.Struct("=16sQIIqIIII")
 BODY_AT, LEASE_AT, INLINE_AT = 16, 72, 80
 INLINE_RUNS = 6

@@ -6,10 +6,10 @@ A reader writes one thing only: its own acknowledgement word of a slot, `generat
     CLAIMED  it is mine: others look elsewhere, the owner keeps its blocks
     DROPPED  I have what I need: the owner may free the blocks
 
-Two readers that claim one entry: each writes WANT, then looks at all the others. Since both wrote before
-they looked, at least one sees the other. Who sees a lower slot's WANT, a CLAIMED or a DROPPED gives way;
-who sees a higher slot's WANT waits for that one to give way. Nobody claims while another word speaks
-of this generation, so there are never two, and nobody needs a lock.
+Two readers that claim one entry: each writes WANT, then looks at all the others. Since both wrote
+before they looked, at least one sees the other. Who sees a lower slot's WANT, a CLAIMED or a
+DROPPED gives way; who sees a higher slot's WANT waits for that one to give way. Nobody claims while
+another word speaks of this generation, so there are never two, and nobody needs a lock.
 """
 
 import struct
@@ -131,7 +131,7 @@ class Lookup:
             raw = mm[at + 8 : at + layout.RECORD]
             generation = int.from_bytes(raw[:8], "little")
             body = raw[8:64]
-            digest, boot, ready, total, token, blocks, count, page, crc = layout.BODY.unpack(body)
+            digest, boot, ready, total, token, _, count, page, crc = layout.BODY.unpack(body)
             if not generation & 1 or digest != key.digest:
                 if words[at >> 3] == seq:
                     return None

@@ -7,8 +7,8 @@
          │ nbytes of KV: the one int8 buffer of the engine              │
          └──────────────────────────────────────────────────────────────┘
 
-The owner cannot be made to use memory it did not allocate, and moving a tensor afterwards leaves old
-pointers behind; so the region is put in its way at the allocation itself (`zeros_in`).
+The owner cannot be made to use memory it did not allocate, and moving a tensor afterwards leaves
+old pointers behind; so the region is put in its way at the allocation itself (`zeros_in`).
 """
 
 import contextlib
@@ -68,8 +68,8 @@ class HostRegion:
     ) -> "HostRegion":  # fmt: skip
         """Map a peer's region, populated. `expect_*`: what this process and the index agree on.
 
-        Raises RegionRefused naming both values, SegmentMissing, SegmentForeign. What the segment's own
-        header leaves 0 or empty is not compared with it.
+        Raises RegionRefused naming both values, SegmentMissing, SegmentForeign. What the segment's
+        own header leaves 0 or empty is not compared with it.
         """
         _same("fingerprint", expect_fingerprint, record.fingerprint, record.segment)
         _same("boot id", expect_boot, record.boot_id, record.segment)
@@ -106,8 +106,8 @@ class HostRegion:
 def zeros_in(region: HostRegion) -> contextlib.AbstractContextManager[None]:
     """The first `torch.zeros(n, dtype=int8)` on CPU with n <= region.nbytes lies in `region`.
 
-    All other calls are untouched. For a region made for this: its bytes are taken as they are, and they
-    are zero only while it is fresh.
+    All other calls are untouched. For a region made for this: its bytes are taken as they are, and
+    they are zero only while it is fresh.
     """
     return _substituting(lambda n: region if n <= region.nbytes else None)
 

@@ -1,4 +1,4 @@
-"""The KV pipe: tensors through a ring of fixed slots, one sender and one receiver, first in, first out.
+"""The KV pipe: tensors through a ring of fixed slots; one sender, one receiver, FIFO.
 
        0 ┌────────────────────────────────────────────────────────────┐
          │ magic, version, slots, slot bytes, frame limit, crc        │ creator
@@ -12,8 +12,8 @@
          │ as many as it needs                                        │
          └────────────────────────────────────────────────────────────┘
 
-state: 0 nobody yet, 1 in use, 2 closed. Slots are filled, THEN head moves; slots are copied out, THEN tail
-moves. Each end also holds a lock (alive.py) that the kernel drops when its process dies.
+state: 0 nobody yet, 1 in use, 2 closed. Slots are filled, THEN head moves; slots are copied out,
+THEN tail moves. Each end also holds a lock (alive.py) that the kernel drops when its process dies.
 
 Frames of at most half the ring are published whole: a `WaitTimeout` leaves nothing behind, and the
 sender fills one while the receiver empties another. Larger ones are published slot by slot.
@@ -70,8 +70,11 @@ class KVPipe:
         cls, name: str, slots: int, slot_bytes: int, *, end: int, flag: str = "--pipe-slots",
         max_frame_bytes: int = 1 << 36,
     ) -> "KVPipe":  # fmt: skip
-        """Make the ring and be its `end` (SEND or RECEIVE). Sizes are rounded up: at least 2 slots of
-        1024 bytes. Raises SegmentExists, NoSharedMemory naming `flag`."""
+        """Make the ring and be its `end` (SEND or RECEIVE).
+
+        Sizes are rounded up: at least 2 slots of 1024 bytes. Raises SegmentExists, NoSharedMemory
+        naming `flag`.
+        """
         slots, slot_bytes = max(2, slots), -(-max(slot_bytes, _MIN_SLOT_BYTES) // 64) * 64
         segment = Segment.create(
             name, _SLOTS_AT + slots * slot_bytes, purpose="a KV pipe", flag=flag
@@ -203,7 +206,8 @@ class KVPipe:
                 full = "full" if self._end == SEND else "empty"
                 raise WaitTimeout(
                     f"pipe {self.name!r}: {full} for {wait.timeout_s} s ({self.slots} slots of "
-                    f"{self.slot_bytes:,} bytes, {self._word(SEND)} sent, {self._word(RECEIVE)} received)"
+                    f"{self.slot_bytes:,} bytes, {self._word(SEND)} sent, "
+                    f"{self._word(RECEIVE)} received)"
                 )
         wait.reset()
 
@@ -213,7 +217,7 @@ class KVPipe:
         return self._word(SEND) > self._numbers[0]
 
     def _check_peer(self) -> None:
-        """Raise when the other side will not move any more. What it did before is looked at again."""
+        """Raise when the other side will not move any more; what it sent before still counts."""
         peer = 1 - self._end
         state = self._state(peer)
         dead = state == _IN_USE and not self._alive.held(peer) and self._state(peer) == _IN_USE

@@ -1,8 +1,8 @@
 """One POSIX shared-memory object: create, attach, close, unlink; and sweep what the dead left.
 
-`posix_fallocate` takes the pages at creation. `ftruncate` alone would succeed on a full tmpfs and kill
-the process with SIGBUS at the first touch. `multiprocessing.shared_memory` is not used because before
-Python 3.13 it unlinks a segment when ANY process that attached it exits.
+`posix_fallocate` takes the pages at creation. `ftruncate` alone would succeed on a full tmpfs and
+kill the process with SIGBUS at the first touch. `multiprocessing.shared_memory` is not used because
+before Python 3.13 it unlinks a segment when ANY process that attached it exits.
 """
 
 import ctypes

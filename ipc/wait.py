@@ -7,7 +7,7 @@ _FIRST_S, _LONGEST_S = 50e-6, 1e-3
 
 
 class Wait:
-    """A time budget that is spent in growing naps. `timeout_s`: None waits for ever, 0 not at all."""
+    """A time budget, spent in growing naps. `timeout_s`: None waits for ever, 0 not at all."""
 
     __slots__ = ("_deadline", "_nap_s", "_spins", "timeout_s")
 

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ipc.segment import sweep
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
+from pdnode.reaper import private_segments
 from pdnode.vllm_compat import (
     KVTransferConfig,
     VllmConfig,
@@ -121,7 +123,7 @@ class Engine:
         self._strict = strict
         self._log_stats = log_stats
         self._manager = None
-        self._pids: list[int] = []
+        self._private_segments: set[Path] = set()
         self.requests = 0
         self.queued_tokens = 0
 
@@ -145,9 +147,7 @@ class Engine:
         }
         try:
             with contextlib.ExitStack() as stack:
-                level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
-                env = {"VLLM_LOGGING_LEVEL": level, **self.spec.device.env()}
-                with child_surroundings(env, self.log_path):
+                with child_surroundings(self.spec.device.env(), self.log_path):
                     self._manager = stack.enter_context(
                         spawn_engine_core(
                             self.vllm_config, **addresses, log_stats=self._log_stats
@@ -162,7 +162,10 @@ class Engine:
                 f"{self.engine_id} ended while it started ({error}); its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
             ) from error
-        self.worker_pids = [child.pid for child in psutil.Process(self.pid).children()]
+        self.worker_pids = [process.pid for process in self.worker_processes()]
+        self._private_segments = set[Path]().union(
+            *(private_segments(process.pid) for process in self.processes())
+        )
         self.state = EngineState.READY
 
     def _config_for_this_boot(self) -> VllmConfig:
@@ -178,6 +181,7 @@ class Engine:
         config.kv_transfer_config = kv_transfer_config(
             self.engine_id, strict=self._strict, extra_config=settings.to_extra_config()
         )
+        config.logging_config.log_level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
         return config
 
     def stop(self, timeout_s: float) -> None:
@@ -190,7 +194,7 @@ class Engine:
                 process.terminate()
         _, alive = psutil.wait_procs(processes, timeout=timeout_s)
         self.kill(alive)
-        self._close_client()
+        self.forget_memory()
 
     def kill(self, processes: list[psutil.Process] | None = None) -> None:
         """SIGKILL the processes (default: this engine's tree) and wait for them to be gone."""
@@ -199,6 +203,14 @@ class Engine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(targets, timeout=5)
+
+    def forget_memory(self) -> None:
+        """Unlink what the last life left in shared memory; nobody copies from it any more."""
+        self._close_client()
+        prefix = f"{self._settings.segment_prefix}.{self.boot_id:016x}"
+        sweep(prefix, keep=lambda name: False)
+        for path in self._private_segments:
+            path.unlink(missing_ok=True)
 
     def _close_client(self) -> None:
         client = self.__dict__.pop("client", None)
@@ -223,12 +235,22 @@ class Engine:
         except (psutil.NoSuchProcess, TypeError):
             return [psutil.Process(pid) for pid in self.worker_pids if psutil.pid_exists(pid)]
 
+    def worker_processes(self) -> list[psutil.Process]:
+        """The engine core's children that run vLLM workers (its resource tracker is a child too)."""
+        workers = []
+        for process in self.processes()[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = process.cmdline()
+                if any("spawn_main" in part or "Worker" in part for part in command):
+                    workers.append(process)
+        return workers
+
     def observe_start(self, kv_published: bool) -> EngineState:
         """Refresh STARTING -> LOADING -> WARMING from what can be seen outside."""
         if self.state in (EngineState.STARTING, EngineState.LOADING, EngineState.WARMING):
             if kv_published:
                 self.state = EngineState.WARMING
-            elif self.state is EngineState.STARTING and len(self.processes()) > 1:
+            elif self.state is EngineState.STARTING and self.worker_processes():
                 self.state = EngineState.LOADING
         return self.state
 

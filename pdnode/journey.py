@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.placement import Plan
 from pdnode.token1 import Token1
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
@@ -45,24 +46,39 @@ class Leg:
     answered: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An index entry the next leg may copy KV from: P's offer, or what a dead engine left."""
+
+    slot: int
+    transfer_id: str
+
+
 @dataclass(slots=True)
 class Journey:
     request: EngineCoreRequest
     plan: Plan
+    needs_history: bool = False
+    """The sampler that goes on must have the tokens so far as its own output (see token1)."""
     stage: Stage = Stage.PREFILL
     leg: Leg | None = None
     legs: int = 0
-    transfer_id: str = ""
-    """Set while P may hold KV for this request: whoever ends the journey must release it."""
-    prefill_leg: Leg | None = None
+    source: Source | None = None
+    """Whoever ends the journey, or sees the copy done, acknowledges it."""
     emitted: list[int] = field(default_factory=list)
     """Token ids the client has been sent."""
+    replayed: int = 0
+    """Tokens of this leg that the client has already: counted down, not sent again."""
     held_stats: Any = None
     held_events: list | None = None
     deaths: int = 0
     """Engines that ended under this request."""
+    deaths_in_a_row: int = 0
+    """The same, since the client was last sent a token."""
     recomputed_tokens: int = 0
-    handed_over: bool = False
+    """By the decode leg, of what it was to copy."""
+    split: bool = False
+    """The present leg is the second of two: it is meant to copy the prompt's KV, not compute it."""
     times: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -78,26 +94,20 @@ class Journey:
 
     # --- the request each leg is sent --------------------------------------------------------
 
-    def next_leg(self, slot: int, kind: str, prompt_tokens: int) -> Leg:
-        self.legs += 1
-        self.leg = Leg(slot, f"{self.request_id}/{kind}{self.legs}", prompt_tokens)
-        return self.leg
+    def first_request(self) -> EngineCoreRequest:
+        """For a request nobody has answered yet, on the present ``plan``."""
+        return self.whole_request() if self.plan.prefill is None else self.prefill_request()
 
     def whole_request(self) -> EngineCoreRequest:
         self.stage = Stage.WHOLE
-        leg = self.next_leg(self.plan.decode, "w", len(self.request.prompt_token_ids or ()))
-        return self._copy(leg, self.request.sampling_params, None)
+        leg = self._next_leg(self.plan.decode, "w", len(self.request.prompt_token_ids or ()))
+        return self._copy(leg, self.request.sampling_params)
 
     def prefill_request(self) -> EngineCoreRequest:
         assert self.plan.prefill is not None and self.request.prompt_token_ids is not None
         self.stage = Stage.PREFILL
-        leg = self.next_leg(self.plan.prefill, "p", len(self.request.prompt_token_ids))
-        self.prefill_leg, self.transfer_id = leg, leg.leg_id
-        return self._copy(
-            leg,
-            self._prefill_params(),
-            {"do_remote_decode": True, "transfer_id": self.transfer_id},
-        )
+        leg = self._next_leg(self.plan.prefill, "p", len(self.request.prompt_token_ids))
+        return self._copy(leg, self._prefill_params(), do_remote_decode=True)
 
     def _prefill_params(self) -> SamplingParams:
         if self.plan.token1 is Token1.RESAMPLE:
@@ -110,41 +120,60 @@ class Journey:
         return params
 
     def decode_request(self) -> EngineCoreRequest:
-        """Prompt + what the client has seen; the rest of ``max_tokens``."""
+        """What is left after the prompt and the tokens the client has."""
         self.stage = Stage.DECODE
-        prompt = [*self.request.prompt_token_ids, *self.emitted]
         params = copy.copy(self.request.sampling_params)
-        params.max_tokens -= len(self.emitted)
-        leg = self.next_leg(self.plan.decode, "d", len(prompt))
-        remote = {
-            "do_remote_prefill": True,
-            "transfer_id": self.transfer_id,
-            "remote_slot": self.plan.prefill,
-        }
-        request = self._copy(leg, params, remote if self.transfer_id else None)
+        assert params is not None and self.request.prompt_token_ids is not None
+        prompt = self.request.prompt_token_ids
+        if self.needs_history:
+            self._replay(params)
+        else:
+            prompt = [*prompt, *self.emitted]
+            params.max_tokens -= len(self.emitted)
+        leg = self._next_leg(self.plan.decode, "d", len(prompt))
+        request = self._copy(leg, params)
         request.prompt_token_ids = prompt
         return request
 
-    def resume_request(self) -> EngineCoreRequest:
-        """The leg that follows a dead one, for the present ``plan``."""
+    def _replay(self, params: SamplingParams) -> None:
+        self.replayed = len(self.emitted)
         if self.emitted:
-            return self.decode_request()
-        if self.plan.prefill is None:
-            return self.whole_request()
-        return self.prefill_request()
+            params.extra_args = {**(params.extra_args or {}), FORCED_TOKENS: list(self.emitted)}
+
+    def resume_request(self) -> EngineCoreRequest:
+        """The leg that follows a dead one. What that one left in memory is where it copies from."""
+        assert self.leg is not None
+        if self.leg.answered or self.source is None:
+            self.split = False
+            self.source = Source(self.leg.slot, self.leg.leg_id)
+        return self.decode_request() if self.emitted else self.first_request()
+
+    def _next_leg(self, slot: int, kind: str, prompt_tokens: int) -> Leg:
+        self.legs += 1
+        self.replayed = self.replayed if kind == "d" else 0
+        self.leg = Leg(slot, f"{self.request_id}/{kind}{self.legs}", prompt_tokens)
+        return self.leg
 
     def _copy(
-        self, leg: Leg, params: SamplingParams | None, kv_transfer_params: dict | None
+        self, leg: Leg, params: SamplingParams | None, **kv_transfer_params: bool
     ) -> EngineCoreRequest:
         request = copy.copy(self.request)
         request.request_id = leg.leg_id
-        if params is not None:
-            params = copy.copy(params) if params is self.request.sampling_params else params
-            extra = {k: v for k, v in (params.extra_args or {}).items() if k != KV_PARAMS}
-            if kv_transfer_params is not None:
-                extra[KV_PARAMS] = kv_transfer_params
-            params.extra_args = extra or None
-            request.sampling_params = params
+        if params is None:
+            return request
+        params = copy.copy(params)
+        if self.emitted and params.prompt_logprobs is not None:
+            # The client has them; asking again would forbid the use of any cached prompt.
+            params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
+        if self.source is not None:
+            kv_transfer_params |= {
+                "do_remote_prefill": True,
+                "transfer_id": self.source.transfer_id,
+                "remote_slot": self.source.slot,
+            }
+        if kv_transfer_params:
+            params.extra_args = {**(params.extra_args or {}), KV_PARAMS: kv_transfer_params}
+        request.sampling_params = params
         return request
 
     # --- what a leg's output means for the client ----------------------------------------------
@@ -155,9 +184,12 @@ class Journey:
             # EOS or a stop token as token 1, an error, an abort: the answer ends on P.
             return self.on_output(output)
         # LENGTH is the prefill leg's own max_tokens=1: placement splits no request that may end here.
+        assert self.leg is not None
         self.stage = Stage.DECODE
-        if output.kv_transfer_params is None:
-            self.transfer_id = ""  # P could not offer its KV (it says why); D computes it again
+        self.split = True
+        offered = output.kv_transfer_params is not None
+        # Not offered: P says why in its log; D then computes the prompt again, and that is counted.
+        self.source = Source(self.leg.slot, self.leg.leg_id) if offered else None
         if self.plan.token1 is Token1.RESAMPLE:
             self.held_stats, self.held_events = output.prefill_stats, output.events
             return None
@@ -165,21 +197,28 @@ class Journey:
         output.stop_reason = None
         return self.on_output(output)
 
-    def on_decode_first_output(self, output: EngineCoreOutput) -> None:
-        """Make D's first output look like the next step of the request that P began."""
+    def on_decode_began(self, output: EngineCoreOutput) -> int:
+        """Make this leg's first output look like the next step of the request that began elsewhere.
+
+        Returns the tokens of the leg's prompt that it computed although a copy of them was to be had.
+        """
         stats = output.prefill_stats
-        if stats is not None:
-            self.recomputed_tokens = max(0, stats.num_computed_tokens - 1)
-            self.handed_over = self.recomputed_tokens == 0
+        computed = max(0, stats.num_computed_tokens - 1) if stats is not None else 0
         output.prefill_stats = self.held_stats
         output.events = self.held_events
         self.held_stats = self.held_events = None
+        return computed
 
-    def on_output(self, output: EngineCoreOutput) -> EngineCoreOutput:
+    def on_output(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """None: nothing in it is new to the client (a replayed token)."""
+        if self.replayed and output.finish_reason is None:
+            self.replayed -= len(output.new_token_ids)
+            return None
         output.request_id = self.request_id
         output.kv_transfer_params = None
         self.emitted.extend(output.new_token_ids)
         if output.new_token_ids:
+            self.deaths_in_a_row = 0
             self.mark("first_token")
         if output.finish_reason is not None:
             self.stage = Stage.DONE

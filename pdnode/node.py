@@ -16,15 +16,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ipc.index import Index
-from ipc.records import Role, State
 from pdnode import fingerprint, rundir, selftest, status, vllm_args
 from pdnode.config import NodeConfig
+from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import Engine, EngineState, kv_transfer_config
+from pdnode.engine import Engine, kv_transfer_config
 from pdnode.errors import EngineFailed, NodeStartError, PdNodeError
 from pdnode.placement import NodeView
 from pdnode.progress import Progress
 from pdnode.split_client import SplitClient
+from pdnode.supervisor import Supervisor
 from pdnode.vllm_compat import build_async_llm, engine_config, open_listen_socket, serve
 
 if TYPE_CHECKING:
@@ -33,26 +34,14 @@ if TYPE_CHECKING:
 STOP_ENGINE_S = 5.0
 """From TERM to KILL for an engine that has nothing left to finish."""
 
-INDEX_STATE = {
-    EngineState.STARTING: State.STARTING,
-    EngineState.LOADING: State.STARTING,
-    EngineState.WARMING: State.STARTING,
-    EngineState.READY: State.READY,
-    EngineState.DEAD: State.DEAD,
-    EngineState.FAILED: State.DEAD,
-    EngineState.STOPPED: State.DEAD,
-}
-"""What peers need to know of an engine's state, which is less than people do."""
-
-
 class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.boot_id = secrets.token_hex(4)
         self.started_s = time.monotonic()
+        self.address = ""
         self.ready = False
         self.draining = False
-        self.will_restart = False
         self.paths: list[dict[str, Any]] = []
         self.self_test_bytes = 0
         self.vocab_size = 0
@@ -64,13 +53,15 @@ class Node:
         self._run_dir: rundir.RunDir
         self._stop = asyncio.Event()
         self.http_server: Any = None
-        self._watched_fds: dict[int, list[int]] = {}
+        self.supervisor: Supervisor | None = None
 
     # --- up ---------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Returns the launcher's exit code."""
         self._on_signals(self._stop.set)
+        for warning in self.config.warnings:
+            self.progress.line(f"warning: {warning}")
         args = self.config.frontend_args
         args.middleware = [*args.middleware, status.MIDDLEWARE]
         address, sock = self._listen()
@@ -84,8 +75,7 @@ class Node:
                 return 130
             llm = await starting
             stopping.cancel()
-            self.progress.line(f"ready: {address} ({time.monotonic() - self.started_s:.1f} s)")
-            self.ready = True
+            self.address = address
             await serve(llm, address, sock, args, self._serving)
             return 0
         finally:
@@ -115,6 +105,7 @@ class Node:
         self.acks = Index.attach(self.index.name, me=len(config.engines))
         front = await asyncio.to_thread(engine_config, config.frontend_args, None)
         self.engines = await asyncio.to_thread(self._build_engines)
+        self.supervisor = Supervisor(config, self.engines, self.index, self.progress)
         async with asyncio.timeout(config.start_timeout_s) as budget:
             try:
                 await self._start_engines()
@@ -127,10 +118,12 @@ class Node:
         self._take_over_facts(front)
         self.client = SplitClient(config, self.engines, self.acks, self._shape(front))
         self.client.node = self
+        self.supervisor.client = self.client
         llm = build_async_llm(front, self.client, config.frontend_args)
         for engine in self.engines:
             self.client.listen(engine)
-            self._watch(engine)
+            self.supervisor.watch(engine)
+        self.supervisor.begin()
         await self._self_test()
         await llm.reset_mm_cache()
         return llm
@@ -138,8 +131,10 @@ class Node:
     def _build_engines(self) -> list[Engine]:
         engines = []
         for spec in self.config.engines:
+            args = vllm_args.parse(spec.vllm_args)
+            args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
-            template = engine_config(vllm_args.parse(spec.vllm_args), connector)
+            template = engine_config(args, connector)
             settings = ConnectorSettings(
                 node_pid=os.getpid(),
                 index_name=self.index.name,
@@ -164,43 +159,15 @@ class Node:
         return engines
 
     async def _start_engines(self) -> None:
-        watcher = asyncio.ensure_future(self._follow_start())
+        watcher = asyncio.ensure_future(self.supervisor.follow_starts())
         try:
             async with asyncio.TaskGroup() as group:
                 for engine in self.engines:
-                    group.create_task(self._start_engine(engine))
+                    group.create_task(self.supervisor.start(engine))
         except* EngineFailed as failures:
             raise failures.exceptions[0] from None
         finally:
             watcher.cancel()
-
-    async def _start_engine(self, engine: Engine) -> None:
-        engine.begin_boot()
-        # A new life of the engine: what its last one left in the index is no longer true.
-        self.index.sweep(engine.slot)
-        self._publish_state(engine)
-        self.progress.state(engine.engine_id, engine.state.value)
-        await asyncio.to_thread(engine.start)
-        self._publish_state(engine)
-        self.progress.state(engine.engine_id, engine.state.value)
-
-    def _publish_state(self, engine: Engine) -> None:
-        self.index.set_control(
-            engine.slot,
-            engine_id=engine.engine_id,
-            role=Role[engine.role.upper()],
-            state=INDEX_STATE[engine.state],
-            boot_id=engine.boot_id,
-            restarts=engine.restarts,
-        )
-
-    async def _follow_start(self) -> None:
-        while True:
-            await asyncio.sleep(0.25)
-            for engine in self.engines:
-                region = self.index.region(engine.slot, 0)
-                published = region is not None and region.boot_id == engine.boot_id
-                self.progress.state(engine.engine_id, engine.observe_start(published).value)
 
     def _take_over_facts(self, front) -> None:
         """What the engines found out while they started, for vLLM's front end."""
@@ -245,6 +212,8 @@ class Node:
         if self.http_server is None or not self.http_server.started:
             return False
         self._on_signals(self._begin_stop)
+        self.ready = True
+        self.progress.line(f"ready: {self.address} ({time.monotonic() - self.started_s:.1f} s)")
         return True
 
     def _on_signals(self, action) -> None:
@@ -279,37 +248,6 @@ class Node:
         for engine in self.engines:
             engine.kill()
 
-    def _watch(self, engine: Engine) -> None:
-        """See a death of any of the engine's processes in the moment it happens."""
-        loop = asyncio.get_running_loop()
-        fds = []
-        for pid in (engine.pid, *engine.worker_pids):
-            with contextlib.suppress(ProcessLookupError):
-                fds.append(os.pidfd_open(pid))
-        self._watched_fds[engine.slot] = fds
-        for fd in fds:
-            loop.add_reader(fd, self._died, engine)
-
-    def _unwatch(self, engine: Engine) -> None:
-        loop = asyncio.get_running_loop()
-        for fd in self._watched_fds.pop(engine.slot, ()):
-            loop.remove_reader(fd)
-            os.close(fd)
-
-    def _died(self, engine: Engine) -> None:
-        self._unwatch(engine)
-        if engine.state is not EngineState.READY:
-            return
-        engine.state = EngineState.DEAD
-        engine.last_error = f"a process of {engine.engine_id} ended: {engine.log_tail(3)}"
-        self.progress.line(f"{engine.engine_id} died")
-        asyncio.get_running_loop().create_task(self._after_death(engine))
-
-    async def _after_death(self, engine: Engine) -> None:
-        self._publish_state(engine)
-        await asyncio.to_thread(engine.kill)
-        await self.client.engine_died(engine)
-
     # --- down ----------------------------------------------------------------------------------------
 
     async def _abandon(self, starting: asyncio.Future) -> None:
@@ -322,8 +260,8 @@ class Node:
     async def _down(self) -> None:
         if hasattr(self, "client"):
             self.client.shutdown()
-        for engine in self.engines:
-            self._unwatch(engine)
+        if self.supervisor is not None:
+            await self.supervisor.close()
         await asyncio.gather(
             *(asyncio.to_thread(engine.stop, STOP_ENGINE_S) for engine in self.engines)
         )

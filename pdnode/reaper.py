@@ -40,12 +40,29 @@ def marked(boot_id: str) -> list[int]:
 def kill_marked(boot_id: str) -> list[int]:
     """SIGKILL them until none is left; returns those that outlive the deadline."""
     deadline = time.monotonic() + KILL_DEADLINE_S
+    segments: set[Path] = set()
     while (pids := marked(boot_id)) and time.monotonic() < deadline:
         for pid in pids:
+            segments |= private_segments(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    for path in segments:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
     return pids
+
+
+def private_segments(pid: int) -> set[Path]:
+    """Anonymous-named segments that Python made for this process and its workers (``psm_*`` rings of
+    vLLM's executor, ``sem.mp-*`` locks): a SIGKILL leaves nobody to unlink them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            name = line.rpartition(" ")[2]
+            if name.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")):
+                found.add(Path(name))
+    return found
 
 
 def remove_leftovers(run_dir: Path, segment_prefix: str) -> list[str]:

@@ -15,7 +15,8 @@ from ipc.index import Index
 from pdnode import token1
 from pdnode.engine import Engine, EngineState
 from pdnode.fanout import FanOut
-from pdnode.journey import KV_PARAMS, Journey, Stage, error_output
+from pdnode.connector.replay import FORCED_TOKENS
+from pdnode.journey import KV_PARAMS, Journey, Source, Stage, error_output
 from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.vllm_compat import (
     EngineCoreOutput,
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_DEATHS = 2
-"""A request that was on two engines when they died is likely what kills them."""
+PRIVATE_ARGS = frozenset({KV_PARAMS, FORCED_TOKENS})
+MAX_DEATHS_IN_A_ROW = 2
+"""A request under which two engines died without a token in between is likely what kills them."""
+MAX_DEATHS = 6
+"""And one that survives this many is not worth the next engine."""
+NOWHERE = Plan(prefill=None, decode=-1, token1=token1.Token1.FORWARD, reason="no_engine_ready")
 
 
 @dataclass(slots=True)
@@ -74,9 +79,8 @@ class SplitClient(FanOut):
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._sinks: dict[str, asyncio.Queue[EngineCoreOutput]] = {}
         self._pumps: dict[int, asyncio.Task] = {}
-        self._custom_logits_processors = bool(
-            getattr(engines[0].vllm_config.model_config, "logits_processors", None)
-        )
+        self._waiting: list[Journey] = []
+        self._custom_logits_processors = bool(config.frontend_args.logits_processors)
 
     # --- vLLM's side -----------------------------------------------------------------------------
 
@@ -85,8 +89,8 @@ class SplitClient(FanOut):
         if known is not None:
             # The next chunk of a streaming-input session goes where the session lives.
             assert known.leg is not None
-            chunk = known._copy(known.leg, request.sampling_params, None)
-            await self._engine(known.leg.slot).client.add_request_async(chunk)
+            request.request_id = known.leg.leg_id
+            await self._engine(known.leg.slot).client.add_request_async(request)
             return
         await self.begin(request)
 
@@ -98,24 +102,31 @@ class SplitClient(FanOut):
         sink: asyncio.Queue[EngineCoreOutput] | None = None,
     ) -> Journey:
         """Start a request. ``plan`` overrides placement and ``sink`` takes the outputs (self-test)."""
-        refuse_kv_params(request)
+        remove_private_args(request)
         chosen = plan or self._place(request)
-        if isinstance(chosen, Decline):
+        if isinstance(chosen, Decline) and self.resources.engine_dead:
             self.counters.failed += 1
             raise EngineDeadError()
-        journey = Journey(request, chosen)
+        # With every engine on its way back, a request waits for the first of them.
+        parked = isinstance(chosen, Decline)
+        placed = NOWHERE if parked else chosen
+        journey = Journey(request, placed, needs_history=self._needs_history(request))
         journey.mark("arrived")
         self._by_request[request.request_id] = journey
         if sink is not None:
             self._sinks[request.request_id] = sink
         else:
-            self._count(chosen)
-        if chosen.prefill is None:
-            await self._send(journey, journey.whole_request())
+            self._count(placed)
+        if parked:
+            self._waiting.append(journey)
         else:
-            journey.mark("prefill_sent")
-            await self._send(journey, journey.prefill_request())
+            await self._send(journey, journey.first_request())
         return journey
+
+    def _needs_history(self, request: EngineCoreRequest) -> bool:
+        return request.sampling_params is not None and token1.needs_history(
+            request.sampling_params, custom_logits_processors=self._custom_logits_processors
+        )
 
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
@@ -233,40 +244,53 @@ class SplitClient(FanOut):
     async def _advance(self, journey: Journey, output: EngineCoreOutput) -> EngineCoreOutput | None:
         first = self._leg_answered(journey)
         if journey.stage is Stage.PREFILL:
-            mine = journey.on_prefill_output(output)
-            self._leg_over(journey)
-            if journey.stage is Stage.DECODE:
-                journey.mark("decode_sent")
-                await self._send(journey, journey.decode_request())
+            mine = await self._prefilled(journey, output)
+        elif first and journey.stage is Stage.DECODE:
+            mine = await self._decode_began(journey, output)
         else:
-            if first and journey.stage is Stage.DECODE:
-                mine = await self._decode_began(journey, output)
-            else:
-                mine = journey.on_output(output)
+            mine = journey.on_output(output)
         if journey.ended:
             await self._end(journey, journey.stage)
         return self._route(journey, mine)
 
-    async def _decode_began(self, journey: Journey, output: EngineCoreOutput) -> EngineCoreOutput:
+    async def _prefilled(self, journey: Journey, output: EngineCoreOutput):
+        resumed_from = journey.source
+        mine = journey.on_prefill_output(output)
+        self._leg_over(journey)
+        if resumed_from is not None:
+            await self._acknowledge(resumed_from)
+        if journey.stage is Stage.DECODE:
+            journey.mark("decode_sent")
+            await self._send(journey, journey.decode_request())
+        return mine
+
+    async def _decode_began(self, journey: Journey, output: EngineCoreOutput):
         journey.mark("decode_first")
-        journey.on_decode_first_output(output)
+        computed = journey.on_decode_began(output)
         await self._release(journey)
-        # Self-test requests are judged by the self-test; the counters speak of users' requests.
-        if journey.request_id not in self._sinks:
-            self.counters.handoffs += journey.handed_over
-            self.counters.recomputed_prompt_tokens += journey.recomputed_tokens
-        if journey.recomputed_tokens:
-            logger.warning(
-                "%s: %d prompt tokens were computed again on engine %d instead of copied",
-                journey.request_id,
-                journey.recomputed_tokens,
-                journey.plan.decode,
-            )
-            if self._config.strict:
-                journey.stage = Stage.FAILED
-                self.counters.failed += 1
-                return error_output(journey.request_id)
+        if not journey.split:
+            self.counters.resume_recomputed_tokens += computed
+        elif journey.request_id in self._sinks:
+            journey.recomputed_tokens = computed  # the self-test judges it
+        elif not self._count_handoff(journey, computed):
+            journey.stage = Stage.FAILED
+            return error_output(journey.request_id)
         return journey.on_output(output)
+
+    def _count_handoff(self, journey: Journey, recomputed: int) -> bool:
+        """False: the request must end, because --strict allows no silent second prefill."""
+        if not recomputed:
+            self.counters.handoffs += 1
+            return True
+        self.counters.recomputed_prompt_tokens += recomputed
+        logger.warning(
+            "%s: %d prompt tokens were computed again on engine %d instead of copied",
+            journey.request_id,
+            recomputed,
+            journey.plan.decode,
+        )
+        self.counters.failed += self._config.strict
+        return not self._config.strict
 
     def _route(self, journey: Journey, output: EngineCoreOutput | None) -> EngineCoreOutput | None:
         sink = self._sinks.get(journey.request_id)
@@ -279,16 +303,13 @@ class SplitClient(FanOut):
 
     async def _stray(self, engine: Engine, output: EngineCoreOutput) -> None:
         """An answer of a leg that was given up. Its KV, if it offered any, must not stay pinned."""
-        offered = output.kv_transfer_params
-        if offered and offered.get("transfer_id"):
-            await self._drop(engine.slot, offered["transfer_id"], output.request_id)
+        if output.kv_transfer_params is not None:
+            await self._acknowledge(Source(engine.slot, output.request_id))
 
     # --- deaths --------------------------------------------------------------------------------------
 
     async def engine_died(self, engine: Engine) -> None:
         """Every request that was on the engine goes on elsewhere, or ends with an error."""
-        if not any(e.state is EngineState.READY for e in self._engines):
-            self.resources.engine_dead = not self.node.will_restart
         hit = [j for j in self._by_leg.values() if j.leg is not None and j.leg.slot == engine.slot]
         for journey in hit:
             self._leg_over(journey)
@@ -296,14 +317,47 @@ class SplitClient(FanOut):
 
     async def _resume(self, journey: Journey) -> None:
         journey.deaths += 1
-        chosen = self._place(journey.request) if journey.deaths < MAX_DEATHS else None
-        if not isinstance(chosen, Plan):
+        journey.deaths_in_a_row += 1
+        if journey.deaths_in_a_row >= MAX_DEATHS_IN_A_ROW or journey.deaths >= MAX_DEATHS:
+            logger.error(
+                "%s was running on %d engines when they died, and is not tried again",
+                journey.request_id,
+                journey.deaths,
+            )
             await self._fail(journey)
+            return
+        chosen = self._place(journey.request)
+        if not isinstance(chosen, Plan):
+            self._waiting.append(journey)
             return
         self.counters.resumes += 1
         journey.plan = chosen
-        request = journey.resume_request()
-        await self._send(journey, request)
+        await self._send(journey, journey.resume_request())
+
+    def copying_from(self, slot: int) -> bool:
+        """Is a request still to copy KV from this engine's memory?"""
+        return any(
+            journey.source is not None and journey.source.slot == slot
+            for journey in self._by_leg.values()
+        )
+
+    async def engine_back(self, engine: Engine) -> None:
+        """An engine is ready again: requests that no engine could take go on there."""
+        self.listen(engine)
+        waiting, self._waiting = self._waiting, []
+        for journey in waiting:
+            chosen = self._place(journey.request)
+            if journey.ended or not isinstance(chosen, Plan):
+                continue
+            self.counters.resumes += 1
+            journey.plan = chosen
+            await self._send(journey, journey.resume_request() if journey.leg else journey.first_request())
+
+    async def no_engine_left(self) -> None:
+        """No engine will come back: end what waits for one, and tell vLLM's front end."""
+        self.resources.engine_dead = True
+        for journey in [*self._by_request.values()]:
+            await self._fail(journey)
 
     async def _fail(self, journey: Journey) -> None:
         self.counters.failed += 1
@@ -333,18 +387,19 @@ class SplitClient(FanOut):
             await engine.client.abort_requests_async([leg_id])
 
     async def _release(self, journey: Journey) -> None:
-        """P may let go of this request's KV: acknowledge for the node, and wake P to notice."""
-        if journey.transfer_id and journey.prefill_leg is not None:
-            transfer_id, journey.transfer_id = journey.transfer_id, ""
-            await self._drop(journey.prefill_leg.slot, transfer_id, journey.prefill_leg.leg_id)
+        """The KV this request was to copy is copied, or no longer wanted."""
+        if journey.source is not None:
+            source, journey.source = journey.source, None
+            await self._acknowledge(source)
 
-    async def _drop(self, slot: int, transfer_id: str, leg_id: str) -> None:
-        entry = self._index.select(transfer_id, owner=slot)
+    async def _acknowledge(self, source: Source) -> None:
+        """Acknowledge for the node, whether or not the reader has, and wake the owner to notice."""
+        entry = self._index.select(source.transfer_id, owner=source.slot)
         if entry is not None:
             self._index.drop(entry)
         # An abort of a finished id changes nothing in vLLM, but it wakes an idle engine, and every
         # turn of its loop looks for acknowledged hand-offs.
-        await self._abort_leg(slot, leg_id)
+        await self._abort_leg(source.slot, source.transfer_id)
 
     def shutdown(self, timeout: float | None = None) -> None:
         for pump in self._pumps.values():
@@ -355,11 +410,11 @@ class SplitClient(FanOut):
         return len(self._by_request)
 
 
-def refuse_kv_params(request: EngineCoreRequest) -> None:
-    """Hand-off parameters are the node's own: what a client sends under that name is not used."""
+def remove_private_args(request: EngineCoreRequest) -> None:
+    """Hand-off and replay are the node's own: what a client sends under their names is not used."""
     params = request.sampling_params
-    if params is not None and params.extra_args and KV_PARAMS in params.extra_args:
-        rest = {k: v for k, v in params.extra_args.items() if k != KV_PARAMS}
+    if params is not None and params.extra_args and PRIVATE_ARGS & params.extra_args.keys():
+        rest = {k: v for k, v in params.extra_args.items() if k not in PRIVATE_ARGS}
         params.extra_args = rest or None
 
 

@@ -106,6 +106,13 @@ def decide(params: SamplingParams, *, custom_logits_processors: bool = False) ->
     return Token1.FORWARD, ""
 
 
+def needs_history(params: SamplingParams, *, custom_logits_processors: bool = False) -> bool:
+    """Must a sampler that takes over have seen the tokens so far as its own output?"""
+    return custom_logits_processors or any(
+        _asks(params, field)[0] is Token1.RESAMPLE for field in params.__struct_fields__
+    )
+
+
 def _asks(params: SamplingParams, field: str) -> tuple[Token1, str]:
     if field not in RULES:
         return Token1.SINGLE, field

@@ -36,6 +36,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.request import RequestStatus
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TOUCHED",
     "VLLM_VERSION",
+    "BatchUpdate",
     "BlockPool",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -66,6 +68,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
+    "LogitsProcessor",
     "Request",
     "RequestOutputKind",
     "RequestStatus",
@@ -77,6 +80,7 @@ __all__ = [
     "engine_config",
     "init_logger",
     "open_listen_socket",
+    "process_dict_updates",
     "serve",
     "spawn_engine_core",
 ]
@@ -195,6 +199,23 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
         "KVConnectorBase_V1.on_new_request",
         ("request",),
+    ),
+    ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.update_state", ("batch_update",)),
+    ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits",)),
+    (
+        "vllm.v1.sample.logits_processor.builtin",
+        "process_dict_updates",
+        ("req_entries", "batch_update", "new_state"),
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData",
+        ("req_ids", "resumed_req_ids", "new_block_ids"),
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("scheduled_cached_reqs", "preempted_req_ids"),
     ),
     ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),

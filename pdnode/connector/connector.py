@@ -93,7 +93,7 @@ class PdConnector(KVConnectorBase_V1):
         # vLLM asks this on every turn of its loop, idle ones too: the place to let go of blocks
         # that a peer has copied, without keeping the loop spinning for it.
         assert self._scheduler is not None
-        self._scheduler.release_pins()
+        self._scheduler.idle()
         return False
 
     # --- worker ------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""What this engine's requests hold, as the index shows it: one entry per running request.
+
+    begin      the request got its first blocks        entry: its blocks, nothing ready
+    grow       it got more blocks                      entry: all blocks, tokens computed so far
+    complete   a prefill leg is done                   entry complete; blocks pinned by reference
+    withdraw   it ended, or was preempted              entry gone BEFORE vLLM may reuse a block
+    release    a peer took it, or the lease ran out    entry gone, pin given back
+
+An entry exists from the first block on so that a peer can pull while we compute (decode-first), and
+so that the KV of an engine that was killed can still be found. It is written only when a block is
+added: at most one block of work is not in it, and a decode step costs nothing.
+
+Pins are block references, not vLLM's "delay free": a finished request leaves vLLM at once, so an
+idle P sleeps instead of spinning until D answers, and an abort of an unknown id is harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ipc.errors import IndexFull
+from ipc.index import Index
+from ipc.records import Ticket
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.vllm_compat import init_logger
+
+if TYPE_CHECKING:
+    from pdnode.vllm_compat import BlockPool, Request
+
+logger = init_logger(__name__)
+
+RUNNING_LEASE_S = 365 * 86400.0
+"""A running request's entry ends with the request; only a finished one's waits for a reader."""
+
+
+@dataclass(slots=True)
+class Offer:
+    request: Request
+    ticket: Ticket
+    block_ids: list[int]
+
+
+class Offers:
+    def __init__(self, settings: ConnectorSettings, index: Index, pool: BlockPool) -> None:
+        self._settings = settings
+        self._index = index
+        self._pool = pool
+        self._running: dict[str, Offer] = {}
+        self._pins: list[tuple[Ticket, list]] = []
+
+    def begin(self, request: Request, block_ids: list[int], tokens_ready: int) -> None:
+        """``tokens_ready``: what these blocks held before this step (a prefix-cache hit)."""
+        self.withdraw(request.request_id)
+        total = request.num_prompt_tokens + (request.max_tokens or 1) - 1
+        try:
+            ticket = self._index.insert(
+                request.request_id,
+                boot_id=self._settings.boot_id,
+                block_ids=block_ids,
+                tokens_ready=min(tokens_ready, total),
+                tokens_total=total,
+                lease_s=RUNNING_LEASE_S,
+            )
+        except IndexFull as error:
+            self._full(error)
+            return
+        self._running[request.request_id] = Offer(request, ticket, list(block_ids))
+
+    def grow(self, request_id: str, new_block_ids: list[int]) -> None:
+        offer = self._running.get(request_id)
+        if offer is None:
+            return
+        offer.block_ids.extend(new_block_ids)
+        # What is in flight on the device is not in memory yet.
+        done = offer.request.num_computed_tokens - offer.request.num_in_flight_tokens
+        self._publish(offer, done)
+
+    def _publish(self, offer: Offer, tokens_ready: int) -> bool:
+        try:
+            self._index.publish(offer.ticket, block_ids=offer.block_ids, tokens_ready=tokens_ready)
+        except IndexFull as error:
+            self._full(error)
+            self.withdraw(offer.request.request_id)
+            return False
+        return True
+
+    def complete(self, request: Request, block_ids: list[int]) -> bool:
+        """A prefill leg's whole prompt is in memory: pin it until a peer has it. False: not offered."""
+        offer = self._running.get(request.request_id)
+        if offer is None:
+            return False
+        offer.block_ids = list(block_ids)
+        if not self._publish(offer, request.num_prompt_tokens):
+            return False
+        del self._running[request.request_id]
+        self._index.renew(offer.ticket, self._settings.lease_s)
+        blocks = [self._pool.blocks[i] for i in block_ids]
+        self._pool.touch(blocks)
+        self._pins.append((offer.ticket, blocks))
+        return True
+
+    def withdraw(self, request_id: str) -> None:
+        offer = self._running.pop(request_id, None)
+        if offer is not None:
+            self._index.remove(offer.ticket)
+
+    def release(self) -> None:
+        """Give back the blocks of pins that a reader took, or whose lease ran out."""
+        still, expired = [], 0
+        for ticket, blocks in self._pins:
+            how = self._index.released(ticket)
+            if how is None:
+                still.append((ticket, blocks))
+                continue
+            expired += how == "expired"
+            self._index.remove(ticket)
+            self._pool.free_blocks(reversed(blocks))
+        self._pins = still
+        if expired:
+            self._expired(expired)
+
+    def _expired(self, count: int) -> None:
+        logger.warning(
+            "%d hand-offs were not fetched within --lease %.0f s; their KV is given up",
+            count,
+            self._settings.lease_s,
+        )
+        self._index.add_counters(self._settings.slot, leases_expired=count)
+
+    def _full(self, error: IndexFull) -> None:
+        logger.error("%s", error)
+        self._index.add_counters(self._settings.slot, index_full=1)

@@ -1,0 +1,227 @@
+"""Keeps engines alive: sees a death or a hang, moves the requests, starts the engine again.
+
+    READY --process ends-----------> DEAD --back-off--> STARTING ... READY
+    READY --no step in the budget--> DEAD (killed first)
+    DEAD  --too many deaths--------> FAILED: stays down, the others go on serving
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING
+
+from ipc.errors import LookupFault
+from ipc.index import Index
+from ipc.records import Role, State
+from pdnode.engine import Engine, EngineState
+from pdnode.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from pdnode.config import NodeConfig
+    from pdnode.progress import Progress
+    from pdnode.split_client import SplitClient
+
+INDEX_STATE = {
+    EngineState.STARTING: State.STARTING,
+    EngineState.LOADING: State.STARTING,
+    EngineState.WARMING: State.STARTING,
+    EngineState.READY: State.READY,
+    EngineState.DEAD: State.DEAD,
+    EngineState.FAILED: State.DEAD,
+    EngineState.STOPPED: State.DEAD,
+}
+"""What peers need to know of an engine's state, which is less than people do."""
+
+FOLLOW_S = 0.25
+"""How often the phases of a start and the progress of busy engines are looked at."""
+BACKOFF_S = (0.0, 0.0, 1.0, 5.0, 15.0, 30.0)
+"""Before the n-th restart within CRASH_WINDOW_S; after the last one the engine stays down."""
+CRASH_WINDOW_S = 300.0
+KV_GRACE_S = 5.0
+"""A dead engine's memory is kept this long at most for the requests that copy from it."""
+
+
+class Supervisor:
+    """One per node, on its loop. ``client`` is set once the front end exists."""
+
+    def __init__(
+        self, config: NodeConfig, engines: list[Engine], index: Index, progress: Progress
+    ) -> None:
+        self.client: SplitClient
+        self._config = config
+        self._engines = engines
+        self._index = index
+        self._progress = progress
+        self._pidfds: dict[int, list[int]] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._deaths: dict[int, list[float]] = {engine.slot: [] for engine in engines}
+        self._seen_steps: dict[int, tuple[int, float]] = {}
+        self._closing = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    async def start(self, engine: Engine) -> None:
+        """A new life of the engine, up to READY. Raises EngineFailed."""
+        engine.begin_boot()
+        # What its last life left in the index is no longer true.
+        self._index.sweep(engine.slot)
+        self._publish(engine)
+        self._progress.state(engine.engine_id, engine.state.value)
+        await asyncio.to_thread(engine.start)
+        self._publish(engine)
+        self._progress.state(engine.engine_id, engine.state.value)
+
+    async def follow_starts(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            for engine in self._engines:
+                engine.observe_start(self._kv_published(engine))
+                self._progress.state(engine.engine_id, engine.state.value)
+
+    def _kv_published(self, engine: Engine) -> bool:
+        try:
+            region = self._index.region(engine.slot, 0)
+        except LookupFault:
+            return False
+        return region is not None and region.boot_id == engine.boot_id
+
+    def _publish(self, engine: Engine) -> None:
+        self._index.set_control(
+            engine.slot,
+            engine_id=engine.engine_id,
+            role=Role[engine.role.upper()],
+            state=INDEX_STATE[engine.state],
+            boot_id=engine.boot_id,
+            restarts=engine.restarts,
+        )
+
+    # --- death ------------------------------------------------------------------------------------
+
+    def watch(self, engine: Engine) -> None:
+        """See the death of any of the engine's processes in the moment it happens."""
+        loop = asyncio.get_running_loop()
+        fds = self._pidfds.setdefault(engine.slot, [])
+        for pid in (engine.pid, *engine.worker_pids):
+            try:
+                fds.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                loop.call_soon(self._died, engine, "one of its processes ended")
+        for fd in fds:
+            loop.add_reader(fd, self._died, engine, "one of its processes ended")
+
+    def _unwatch(self, engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        for fd in self._pidfds.pop(engine.slot, ()):
+            loop.remove_reader(fd)
+            os.close(fd)
+
+    def _died(self, engine: Engine, why: str) -> None:
+        self._unwatch(engine)
+        if engine.state is not EngineState.READY or self._closing:
+            return
+        engine.state = EngineState.DEAD
+        engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
+        self._publish(engine)
+        self._progress.state(engine.engine_id, engine.state.value)
+        self._spawn(self._replace(engine))
+
+    async def _replace(self, engine: Engine) -> None:
+        # All of it must be dead before its memory is read or its requests run elsewhere.
+        await asyncio.to_thread(engine.kill)
+        await self.client.engine_died(engine)
+        await self._kv_copied(engine)
+        await asyncio.to_thread(engine.forget_memory)
+        await self._restart(engine)
+
+    async def _kv_copied(self, engine: Engine) -> None:
+        """The requests that resume from this engine's memory have it, or have had their chance."""
+        deadline = time.monotonic() + KV_GRACE_S
+        while self.client.copying_from(engine.slot) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _restart(self, engine: Engine) -> None:
+        while (pause_s := self._backoff_s(engine)) is not None:
+            await asyncio.sleep(pause_s)
+            engine.restarts += 1
+            follower = asyncio.ensure_future(self.follow_starts())
+            try:
+                await self.start(engine)
+            except EngineFailed as error:
+                engine.last_error = str(error)
+                continue
+            finally:
+                follower.cancel()
+            self.watch(engine)
+            await self.client.engine_back(engine)
+            return
+        engine.state = EngineState.FAILED
+        self._publish(engine)
+        self._progress.line(
+            f"{engine.engine_id} died {len(BACKOFF_S)} times within {CRASH_WINDOW_S:.0f} s and stays "
+            f"down: {engine.last_error}"
+        )
+        if all(other.state is EngineState.FAILED for other in self._engines):
+            await self.client.no_engine_left()
+
+    def _backoff_s(self, engine: Engine) -> float | None:
+        now = time.monotonic()
+        recent = [at for at in self._deaths[engine.slot] if now - at < CRASH_WINDOW_S]
+        self._deaths[engine.slot] = [*recent, now]
+        return BACKOFF_S[len(recent)] if len(recent) < len(BACKOFF_S) else None
+
+    # --- hang -------------------------------------------------------------------------------------
+
+    async def watch_progress(self) -> None:
+        """Eject an engine that has work and has made no step for ``--health-timeout``.
+
+        Progress, not an answer to a ping: a stopped worker leaves its engine core answering, and a
+        long prefill is made of steps.
+        """
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            for engine in self._engines:
+                if engine.state is EngineState.READY and self._hangs(engine):
+                    self._died(
+                        engine, f"no step for --health-timeout {self._config.health_timeout_s:.0f} s"
+                    )
+
+    def _hangs(self, engine: Engine) -> bool:
+        now = time.monotonic()
+        try:
+            steps = self._index.engine(engine.slot).steps
+        except LookupFault:
+            return False
+        seen, since = self._seen_steps.get(engine.slot, (-1, now))
+        if not engine.requests or steps != seen:
+            self._seen_steps[engine.slot] = (steps, now)
+            return False
+        return now - since > self._config.health_timeout_s
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The front end exists and the engines are watched: look for hangs from now on."""
+        self._spawn(self.watch_progress())
+
+    def _spawn(self, work: Coroutine) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._progress.line(f"supervision failed: {task.exception()!r}")
+
+    async def close(self) -> None:
+        self._closing = True
+        for engine in self._engines:
+            self._unwatch(engine)
+        for task in [*self._tasks]:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
