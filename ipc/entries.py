@@ -146,9 +146,7 @@ class Entries:
                 f"{len(runs)} block runs need {count} run pages, {len(self._free_pages)} of "
                 f"{self._geometry.run_pages} are free"
             )
-        cut = len(self._free_pages) - count
-        pages, self._free_pages = self._free_pages[cut:], self._free_pages[:cut]
-        return pages
+        return [self._free_pages.pop() for _ in range(count)]
 
     def _fill(self, live: _Live, runs: Runs, pages: list[int], tokens_ready: int) -> None:
         raw = struct.pack(f"={2 * len(runs)}I", *(number for run in runs for number in run))

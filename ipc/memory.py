@@ -66,7 +66,7 @@ class HostRegion:
         cls, record: RegionRecord, expect_fingerprint: bytes, expect_boot: int,
         expect_generation: int | None = None,
     ) -> "HostRegion":  # fmt: skip
-        """Map a peer's region, populated. `expect_*`: what this process and the index agree on.
+        """Map a peer's region, populated, to read. `expect_*`: what both sides must agree on.
 
         Raises RegionRefused naming both values, SegmentMissing, SegmentForeign. What the segment's
         own header leaves 0 or empty is not compared with it.
@@ -75,17 +75,19 @@ class HostRegion:
         _same("boot id", expect_boot, record.boot_id, record.segment)
         if expect_generation is not None:
             _same("generation", expect_generation, record.generation, record.segment)
-        segment = Segment.attach(record.segment)
+        segment = Segment.attach(record.segment, readonly=True)
         try:
             _check_header(segment, record)
         except BaseException:
             segment.close()
             raise
-        segment.populate(write=True)
+        segment.populate(write=False)
         return cls(segment, record.nbytes)
 
     def tensor(self, nbytes: int | None = None) -> torch.Tensor:
-        """An int8 tensor [nbytes] over the region; it keeps the mapping alive."""
+        """An int8 tensor [nbytes] over the region; it keeps the mapping alive. Owner only."""
+        if self.segment.readonly:
+            raise RegionRefused(f"KV region {self.name!r} is a peer's: copy from it, no tensor")
         count = self.nbytes if nbytes is None else nbytes
         view = memoryview(self._buf())[PAGE_BYTES : PAGE_BYTES + count]
         return torch.frombuffer(view, dtype=torch.int8)

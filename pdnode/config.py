@@ -146,6 +146,9 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         _memory(own, parsed, assignment) if on_cpu else _gpu_memory(parsed, assignment)
     )
     model, model_args, model_note = _model(own, parsed)
+    if parsed.model is None and on_cpu and not _asks_to_compile(rest):
+        # For 135M parameters on a CPU, compiling takes minutes at every start and gains little.
+        model_args.append("--enforce-eager")
     serve_args = [*model_args, *rest, *memory_args]
     engines = _engines(own, assignment, serve_args)
     frontend = vllm_args.parse(serve_args)
@@ -218,7 +221,7 @@ def _memory(
     n_ranks = sum(len(device.rank_cores) for device in devices if isinstance(device, CpuDevice))
     asked = _asked_kv_bytes(parsed)
     kv_bytes = asked or checks.default_kv_bytes(n_ranks)
-    checks.shm(kv_bytes, n_ranks, checks.index_bytes(own.index_entries, len(devices)))
+    checks.shm(kv_bytes, n_ranks, checks.index_bytes(own.index_entries, len(devices) + 1))
     return kv_bytes, [] if asked else ["--kv-cache-memory-bytes", str(kv_bytes)]
 
 
@@ -267,6 +270,11 @@ def _model(
     model = default_model.NAME if own.dry_run else _embedded_model()
     name = [] if parsed.served_model_name else ["--served-model-name", default_model.NAME]
     return model, ["--model", model, *name], None
+
+
+def _asks_to_compile(rest: Sequence[str]) -> bool:
+    asking = ("-O", "-cc", "--compilation-config", "--optimization-level", "--no-enforce-eager")
+    return any(arg.startswith(asking) for arg in rest)
 
 
 def _embedded_model() -> str:

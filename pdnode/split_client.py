@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PRIVATE_ARGS = frozenset({KV_PARAMS, FORCED_TOKENS})
+ABORTED_RELEASE_S = 0.2
 MAX_DEATHS_IN_A_ROW = 2
 """A request under which two engines died without a token in between is likely what kills them."""
 MAX_DEATHS = 6
@@ -80,6 +81,7 @@ class SplitClient(FanOut):
         self._sinks: dict[str, asyncio.Queue[EngineCoreOutput]] = {}
         self._pumps: dict[int, asyncio.Task] = {}
         self._waiting: list[Journey] = []
+        self._tasks: set[asyncio.Task] = set()
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
 
     # --- vLLM's side -----------------------------------------------------------------------------
@@ -370,7 +372,8 @@ class SplitClient(FanOut):
     # --- ends ----------------------------------------------------------------------------------------
 
     async def _end(self, journey: Journey, stage: Stage) -> None:
-        leg, running = journey.leg, journey.stage not in (Stage.DONE,)
+        leg, running = journey.leg, journey.stage is not Stage.DONE
+        fetching = journey.stage is Stage.DECODE and leg is not None and not leg.answered
         journey.stage = stage
         journey.mark("finished")
         self._by_request.pop(journey.request_id, None)
@@ -379,7 +382,17 @@ class SplitClient(FanOut):
         if running and still_known:
             assert leg is not None
             await self._abort_leg(leg.slot, leg.leg_id)
-        await self._release(journey)
+        if fetching and journey.source is not None:
+            # D may be copying: pulling the KV away under it would look like a fault. D itself lets
+            # go when the abort reaches it; this is for P's sake, which sleeps, and for a dead D.
+            asyncio.get_running_loop().call_later(ABORTED_RELEASE_S, self._release_soon, journey)
+        else:
+            await self._release(journey)
+
+    def _release_soon(self, journey: Journey) -> None:
+        task = asyncio.get_running_loop().create_task(self._release(journey))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _abort_leg(self, slot: int, leg_id: str) -> None:
         engine = self._engine(slot)

@@ -18,6 +18,20 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 2048
+# float32: two kernels round differently, and in float32 that decides no greedy token.
+ENGINE_ARGS = (
+    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
+    *("--kv-cache-memory-bytes", str(256 * 2**20), "--served-model-name", MODEL_NAME),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "--enable-prompt-tokens-details",
+    # Random weights would fill a grammar's optional white space for ever.
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
+"""What a twin and its node have in common, for the tiny model."""
+
 START_S = 300.0
 STOP_S = 30.0
 

@@ -44,6 +44,7 @@ class SchedulerHalf:
         self._matched: dict[str, tuple[Entry, int]] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}
+        self._loaded_once: set[str] = set()
         self._present: set[str] = set()
         self._started: set[str] = set()
         self._steps = 0
@@ -122,6 +123,8 @@ class SchedulerHalf:
         for request_id in request_ids:
             load = self._loading.pop(request_id, None)
             if load is not None:
+                if request_id in self._present:
+                    self._loaded_once.add(request_id)
                 self._index.drop(load.entry)
         self._index.add_counters(
             self._settings.slot,
@@ -141,9 +144,8 @@ class SchedulerHalf:
         request_id = request.request_id
         self._present.discard(request_id)
         self._started.discard(request_id)
-        entry, _ = self._matched.pop(request_id, (None, 0))
-        if entry is not None:
-            self._index.drop(entry)
+        self._matched.pop(request_id, None)
+        self._let_go(request)
         if self._wanted(request) and self._offers.complete(request, self._prompt(request, block_ids)):
             return {
                 DO_REMOTE_PREFILL: True,
@@ -153,6 +155,14 @@ class SchedulerHalf:
             }
         self._offers.withdraw(request_id)
         return None
+
+    def _let_go(self, request: Request) -> None:
+        """Ended before its load was done: the owner need not keep the KV for it."""
+        if request.request_id not in self._loaded_once:
+            entry = self._find(request)
+            if entry is not None:
+                self._index.drop(entry)
+        self._loaded_once.discard(request.request_id)
 
     def _wanted(self, request: Request) -> bool:
         # Stopped at token 1 (EOS, stop token) or aborted: nobody will come for the KV.

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 BOOTS = (0xB000, 0xB001, 0xB002, 0xB003)
 
 
-@pytest.fixture()
+@pytest.fixture
 def prefix() -> Iterator[str]:
     unique = f"pdtest-{secrets.token_hex(6)}-"
     yield unique
@@ -27,7 +27,7 @@ def prefix() -> Iterator[str]:
     assert left == [], "segments were left in /dev/shm"
 
 
-@pytest.fixture()
+@pytest.fixture
 def node(prefix) -> Iterator[Index]:
     """The node's view of an index with four engines, all ready."""
     index = Index.create(
@@ -41,7 +41,7 @@ def node(prefix) -> Iterator[Index]:
     index.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def engines(node) -> Iterator[list[Index]]:
     """Each engine's view of that index."""
     attached = [Index.attach(node.name, me=slot) for slot in range(4)]
@@ -56,7 +56,7 @@ def start_engine(node: Index, slot: int, boot: int, state: State = State.READY) 
     )
 
 
-@pytest.fixture()
+@pytest.fixture
 def python() -> Iterator[Callable[..., subprocess.Popen]]:
     """Start `python FILE ARGS` from this folder with pipes; killed at the end of the test."""
     started: list[subprocess.Popen] = []

@@ -2,9 +2,9 @@
 
     python stress.py PREFIX SECONDS KILL_EVERY_S      -> one line of JSON
 
-The parent plays the node: it starts a process, kills it, reaps it, sweeps its slot, gives the slot a new
-boot id and starts another. The content of a block is a function of its transfer id and position, so
-a reader can tell whether what it copied is what was written under that generation.
+The parent plays the node: it starts a process, kills it, reaps it, sweeps its slot, gives the slot
+a new boot id and starts another. The content of a block is a function of its transfer id and
+position, so a reader can tell whether what it copied is what was written under that generation.
 
 Forked, not spawned: a restart must cost less than the time between two kills, and nothing here uses
 threads.
@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 import zlib
 
 import numpy as np
@@ -46,7 +47,7 @@ def name_of(slot: int, boot: int, n: int) -> str:
 
 
 class Writer:
-    """Fills blocks, offers them, takes them back when they are taken or the lease ends, and again."""
+    """Fills blocks, offers them, takes them back when taken or when the lease ends, and again."""
 
     def __init__(self, prefix: str, slot: int, boot: int):
         self.index, self.slot, self.boot = Index.attach(prefix + "index", me=slot), slot, boot
@@ -107,7 +108,8 @@ class Reader:
         self.pages = self.mine.view(np.uint64).reshape(LAYERS, MOST_BLOCKS, PAGE // 8)
         self.layout = KVLayout(MOST_BLOCKS, LAYERS, PAGE, PAGE, MOST_BLOCKS * PAGE)
         self.random, self.copier = random.Random(boot), HostCopier()
-        self.taken = open(f"{prefix_path(prefix)}taken-{slot}-{boot:x}", "a", buffering=1)  # noqa: SIM115
+        path = f"/dev/shm/{prefix}taken-{slot}-{boot:x}"
+        self.taken = open(path, "a", buffering=1)  # noqa: SIM115 (open until the kill)
 
     def run(self) -> None:
         while True:
@@ -138,7 +140,8 @@ class Reader:
         if self.random.random() < 0.2:  # A reader that dawdles: leases end, blocks are reused.
             time.sleep(0.001)
         self.copier.copy(
-            plan(KV, self.layout, entry.block_ids, range(count)), self.region, self.mine.ctypes.data,
+            plan(KV, self.layout, entry.block_ids, range(count)),
+            self.region, self.mine.ctypes.data,
             dst_nbytes=self.mine.nbytes,
         )  # fmt: skip
         valid = self.index.validate(entry)
@@ -151,10 +154,6 @@ class Reader:
         self.index.add_counters(
             self.slot, handoffs_in=valid, stale_reads=not valid, recomputed_tokens=not right
         )
-
-
-def prefix_path(prefix: str) -> str:
-    return f"/dev/shm/{prefix}"
 
 
 class Node:
@@ -181,8 +180,8 @@ class Node:
         if pid == 0:
             try:
                 (Writer if slot in WRITERS else Reader)(self.prefix, slot, boot).run()
-            except BaseException as error:
-                print(f"child of slot {slot}: {error!r}", file=sys.stderr, flush=True)
+            except Exception:  # noqa: BLE001 (the child must not return into the parent's code)
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self.children[slot] = pid

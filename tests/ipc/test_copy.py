@@ -16,7 +16,7 @@ LAYERS = 5
 
 
 def layouts(num_blocks: int, gap: int, base: int, layers: int = LAYERS) -> dict[str, KVLayout]:
-    """Named by the order in memory: layers, blocks; `gap` bytes are unused behind each outer row."""
+    """Named by the order in memory: layers, blocks; `gap` bytes lie unused behind each row."""
     inner_blocks = num_blocks * PAGE + gap
     inner_layers = layers * PAGE + gap
     return {

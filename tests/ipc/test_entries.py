@@ -9,7 +9,6 @@ from ipc.errors import (
     LookupFault,
     NotOwner,
     PeerGone,
-    StaleRead,
     WaitTimeout,
 )
 from ipc.index import Index
@@ -25,12 +24,12 @@ def put(index: Index, transfer_id: str = "a", **changes):
     return index.insert(transfer_id, **{**given, **changes})
 
 
-@pytest.fixture()
+@pytest.fixture
 def p(engines):
     return engines[0]
 
 
-@pytest.fixture()
+@pytest.fixture
 def d(engines):
     return engines[1]
 

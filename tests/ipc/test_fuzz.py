@@ -1,4 +1,4 @@
-"""Damaged shared memory: a typed refusal or a plain "not there", never a crash, a hang or wrong data."""
+"""Damaged shared memory: a typed refusal or "not there", never a crash, a hang, wrong data."""
 
 import os
 import random

@@ -4,7 +4,7 @@ import os
 import pytest
 
 
-@pytest.mark.kill()
+@pytest.mark.kill
 def test_every_copy_is_right_or_refused_while_processes_are_killed_all_the_time(prefix, python):
     """PDNODE_STRESS_S: how long, default 20 seconds."""
     seconds = float(os.environ.get("PDNODE_STRESS_S", "20"))
@@ -14,7 +14,7 @@ def test_every_copy_is_right_or_refused_while_processes_are_killed_all_the_time(
     report = json.loads(out)
     print(report)
     assert report["leaked_entries"] == report["claims_left"] == report["taken_twice"] == 0
-    # It has tested something: reads that succeeded, reads that came too late, deaths with live entries.
+    # It has tested something: reads that succeeded, reads too late, deaths with live entries.
     assert report["kills"] > seconds
     assert report["copies"] > 100 * seconds
     assert report["refused"] > seconds

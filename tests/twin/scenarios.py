@@ -1,0 +1,138 @@
+"""What is asked of every node, whatever its number of engines: crowds, leaving clients, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from pdnode.reaper import marked
+from tests.leftovers import anonymous_names, names_of, still_there
+from tests.servers import MAX_MODEL_LEN, MODEL_NAME, Node
+from tests.twin.cases import BLOCK, ids
+from tests.twin.checks import NEVER, settled
+from tests.twin.crowd import check_round, one_by_one
+from tests.twin.leaving import hanging_up, read_chunks
+from tests.twin.record import Recorded
+from tests.twin.replay import Request, ask, differences
+
+ROUNDS = 5
+LEAVERS = 16
+QUEUE = 32
+"""Long prompts sent at once: prefilling them takes much longer than seeing that they have begun."""
+GONE_S = 10.0
+LAST_WORDS = 200
+"""Tokens still to be answered when Ctrl-C comes: the drain time is for them."""
+
+
+def crowd_answers_as_one_by_one(node: Node, crowd: list[Recorded]) -> None:
+    alone = one_by_one(node, crowd)
+    for member, answer in zip(crowd, alone, strict=True):
+        assert not differences(member.answer, answer), member.case.name
+    for round_number in range(ROUNDS):
+        check_round(node, crowd, alone, salt=f"round {round_number}")
+
+
+# --- clients that leave --------------------------------------------------------------------------
+
+
+def _long_stream(name: str, length: int, **body) -> dict:
+    prompt = ids(random.Random(name), length)
+    return {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": MAX_MODEL_LEN - length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **body,
+    }
+
+
+def leave_while_prefilling(node: Node, *, stream: bool) -> None:
+    before = settled(node)
+    everybody = before["requests"] + QUEUE
+    with contextlib.ExitStack() as clients:
+        for number in range(QUEUE):
+            body = _long_stream(f"prefilling {stream} {number}", MAX_MODEL_LEN - 48, stream=stream)
+            clients.enter_context(hanging_up(node, body))
+        node.wait_status(
+            lambda status: status["counters"]["requests"] == everybody, 10, "all requests begun"
+        )
+    after = _settled_behind(node)
+    assert after["handoffs"] - before["handoffs"] < QUEUE, "all were handed over before they left"
+    _nothing_failed(before, after)
+
+
+def leave_after(node: Node, chunks: int) -> None:
+    """Each of ``LEAVERS`` clients at once reads so many chunks and hangs up."""
+
+    def one(number: int) -> None:
+        body = _long_stream(f"after {chunks} {number}", BLOCK * 3 + number)
+        with hanging_up(node, body) as connection:
+            read_chunks(connection, chunks)
+
+    before = settled(node)
+    with ThreadPoolExecutor(LEAVERS) as pool:
+        list(pool.map(one, range(LEAVERS)))
+    after = settled(node)
+    assert after["requests"] - before["requests"] == LEAVERS
+    _nothing_failed(before, after)
+
+
+def leave_without_reading(node: Node) -> None:
+    before = settled(node)
+    for number in range(LEAVERS):
+        with hanging_up(node, _long_stream(f"unread {number}", BLOCK * 2, stream=False)):
+            pass
+    _nothing_failed(before, _settled_behind(node))
+
+
+def _settled_behind(node: Node) -> dict:
+    """As ``settled``, once the server has seen what was sent before and may lie in a socket."""
+    body = {"model": MODEL_NAME, "prompt": [300], "max_tokens": 2}
+    answer = ask(node.url, Request("/v1/completions", body))
+    assert answer["status"] == 200, answer
+    return settled(node)
+
+
+def _nothing_failed(before: dict, after: dict) -> None:
+    for name in NEVER:
+        assert after[name] == before[name], f"{name} rose from {before[name]} to {after[name]}"
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def ctrl_c_leaves_nothing(node: Node) -> None:
+    """As a terminal does it: SIGINT to every process of the foreground group, during a request."""
+    boot_id = node.status()["boot_id"]
+    anonymous = anonymous_names(marked(boot_id))
+    assert names_of(boot_id), "the node's segments are not where this test looks for them"
+    assert anonymous, "no process of the node is found, or vLLM no longer shares memory like this"
+    begun = settled(node)["requests"] + 1
+    with ThreadPoolExecutor(1) as pool:
+        body = _long_stream("last words", BLOCK, stream=False, max_tokens=LAST_WORDS)
+        last = pool.submit(ask, node.url, Request("/v1/completions", body))
+        node.wait_status(lambda s: s["counters"]["requests"] == begun, 10, "a last request begun")
+        asked = time.monotonic()
+        os.killpg(node.process.pid, signal.SIGINT)
+        answer = last.result(timeout=GONE_S)
+    assert answer["status"] == 200, answer
+    assert answer["body"]["usage"]["completion_tokens"] == LAST_WORDS
+    try:
+        code = node.process.wait(GONE_S - (time.monotonic() - asked))
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"still there after {GONE_S} s:\n{node.tail()}") from None
+    assert code == 0, node.tail()
+    _wait_gone(boot_id, anonymous, asked + GONE_S)
+
+
+def _wait_gone(boot_id: str, anonymous: frozenset[str], deadline: float) -> None:
+    while any(found := [marked(boot_id), names_of(boot_id), still_there(anonymous)]):
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        time.sleep(0.05)

@@ -1,0 +1,75 @@
+"""Two prefill and two decode engines against the twin: what mixing up engines would break."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.twin import scenarios
+from tests.twin.cases import BY_NAME
+from tests.twin.checks import replay, settled
+
+pytestmark = pytest.mark.engine
+
+NAMES = (
+    "completion-prompt_1-max_tokens_2-at_once",
+    "completion-prompt_128-max_tokens_1-at_once",
+    "completion-prompt_128-max_tokens_2-streamed",
+    "completion-prompt_129-max_tokens_200-at_once",
+    "completion-prompt_1000-max_tokens_200-streamed",
+    "chat-prompt_1000-max_tokens_200-at_once",
+    "stop-tokens_1_and_2-cut-streamed",
+    "stop-tokens_3_to_5-included-at_once",
+    "stop_token-1",
+    "eos_first-at_once",
+    "min_tokens",
+    "seed-streamed",
+    "frequency_penalty",
+    "n_4",
+    "n_4-streamed",
+    "prompt_logprobs",
+    "echo-logprobs",
+    "list_of_ids",
+    "list_of_strings-streamed",
+    "json_schema-streamed",
+    "tools-required-at_once",
+    "usage_continuous-chat",
+    "responses-streamed",
+    "models",
+    "kv_params-remote_prefill",
+    "bad-too_long",
+    "bad-broken_json",
+)
+
+
+@pytest.fixture(scope="module")
+def node(recordings, serving):
+    with serving(prefill=2, decode=2) as node:
+        yield node
+
+
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in NAMES], ids=NAMES)
+def test_node_answers_as_its_twin(node, recordings, block_bytes, case):
+    replay(node, recordings[case.name], block_bytes)
+
+
+def test_crowd_answers_as_one_by_one(node, crowd):
+    scenarios.crowd_answers_as_one_by_one(node, crowd)
+
+
+def test_every_pair_has_a_path(node):
+    settled(node)
+    pairs = {(path["from"], path["to"]) for path in node.status()["paths"]}
+    assert pairs == {(f"prefill-{p}", f"decode-{d}") for p in (0, 1) for d in (0, 1)}
+
+
+def test_clients_may_leave_while_prefilling(node):
+    scenarios.leave_while_prefilling(node, stream=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_clients_may_leave_after_some_chunks(node, chunks):
+    scenarios.leave_after(node, chunks)
+
+
+def test_ctrl_c_leaves_nothing(node):
+    scenarios.ctrl_c_leaves_nothing(node)
