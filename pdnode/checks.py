@@ -113,7 +113,7 @@ def default_kv_bytes(n_ranks: int) -> int:
     """KV of one rank when the user did not say: the rest of the memory is for weights and work."""
     free = min(free_shm_bytes(), available_memory_bytes())
     share = int(0.4 * free / n_ranks)
-    return max(min(4 * GIB, share) // MIB * MIB, 64 * MIB)
+    return max(min(2 * GIB, share) // MIB * MIB, 64 * MIB)
 
 
 def shm(kv_bytes: int, n_ranks: int, index_bytes: int) -> None:

@@ -21,7 +21,7 @@ def model() -> Path:
 def serving(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., AbstractContextManager[Node]]:
-    """``with serving(prefill=2, decode=2) as node``: a node that is ready, and stopped at the end."""
+    """``with serving(prefill=2, decode=2) as node``: a ready node, stopped at the end."""
 
     @contextmanager
     def start(*args: str, prefill: int = 1, decode: int = 1) -> Iterator[Node]:

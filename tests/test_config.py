@@ -308,7 +308,7 @@ def test_a_unix_socket_needs_no_port(tmp_path: Path, model: str) -> None:
 @pytest.mark.parametrize(
     "shm_bytes, memory_bytes, n_ranks, expected",
     [
-        (100 * GIB, 100 * GIB, 2, 4 * GIB),
+        (100 * GIB, 100 * GIB, 2, 2 * GIB),
         (10 * GIB, 100 * GIB, 2, 2 * GIB),
         (100 * GIB, 10 * GIB, 4, GIB),
         (GIB, GIB, 4, 102 * MIB),

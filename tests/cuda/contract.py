@@ -45,6 +45,11 @@ class RegionContract:
     SMALL = layout("LB", 8)
     NBYTES = 65536
 
+    @pytest.fixture(autouse=True)
+    def _tidied(self, lab):
+        yield
+        lab.tidy()
+
     @pytest.fixture()
     def two(self, lab, prefix):
         """An owner with a filled region and a reader that has mapped it as "theirs"."""
@@ -53,7 +58,6 @@ class RegionContract:
         owner.fill(label="kv", seed=1)
         reader.attach(label="theirs", record=record(prefix + "kv", self.SMALL, self.NBYTES))
         yield owner, reader
-        lab.tidy()
         unlink(prefix + "kv")
 
     def test_reader_sees_what_the_owner_wrote_and_writes_later(self, two):
@@ -68,7 +72,6 @@ class RegionContract:
         if lab.zeroes:
             assert owner.digest(label="kv") == sha(np.zeros(self.NBYTES, np.uint8))
         assert owner.unlink(label="kv")
-        lab.tidy()
 
     @pytest.mark.parametrize("orders", ["LB-LB", "LB-BL", "BL-LB", "BL-BL"])
     @pytest.mark.parametrize("gap", [0, 8])
@@ -119,7 +122,6 @@ class RegionContract:
         assert owner.digest(label="kv") == sha(bytes_of(1, sizes[0])), "the source changed"
         assert owner.unlink(label="kv")
         assert reader.unlink(label="ours")
-        lab.tidy()
 
     @pytest.mark.parametrize(
         "expected,values",
@@ -140,7 +142,7 @@ class RegionContract:
     )
     def test_record_of_a_region_that_was_replaced_is_refused(self, two, prefix, stale):
         """The index still names what the region no longer is."""
-        told = record(prefix + "kv", self.SMALL, self.NBYTES, **stale)
+        told = {**record(prefix + "kv", self.SMALL, self.NBYTES), **stale}
         agreed = {k: v for k, v in stale.items() if k != "nbytes"}
         with pytest.raises(Refused) as caught:
             two[1].attach(label="x", record=told, **agreed)
@@ -154,7 +156,6 @@ class RegionContract:
         with pytest.raises(Refused, match="SegmentForeign"):
             reader.attach(label="x", record=record(other.name, self.SMALL, self.NBYTES))
         other.unlink()
-        lab.tidy()
 
     def test_plan_that_leaves_a_region_is_refused_before_anything_moves(self, two, prefix):
         owner, reader = two

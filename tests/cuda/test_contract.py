@@ -15,17 +15,17 @@ from tests.cuda.lab import Lab
 
 class TestHost(RegionContract):
     @pytest.fixture(scope="class")
-    def lab(self) -> Iterator[Lab]:
+    @classmethod
+    def lab(cls) -> Iterator[Lab]:
         lab = Lab("host", fake.environment(None))
         yield lab
         lab.close()
 
 
 class TestCudaOverFakeDriver(RegionContract):
-    @pytest.fixture(
-        scope="class", params=["cuda", "cuda-foreign", "cuda-fd", "cuda-fabric"]
-    )
-    def lab(self, request, fake_driver) -> Iterator[Lab]:
+    @pytest.fixture(scope="class", params=["cuda", "cuda-foreign", "cuda-fd", "cuda-fabric"])
+    @classmethod
+    def lab(cls, request, fake_driver) -> Iterator[Lab]:
         env = fake.environment(fake_driver, FAKE_CUDA_FABRIC=1, FAKE_CUDA_DELAY_US=300)
         lab = Lab(request.param, env)
         yield lab

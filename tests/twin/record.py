@@ -6,8 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from tests.twin.cases import Case, Oracle, Way
 from tests.twin.replay import Request, ask
+
+CANNOT_RECORD = (AssertionError, LookupError, OSError, TypeError, ValueError, httpx.HTTPError)
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ def record(url: str, cases: Iterable[Case]) -> dict[str, Recorded | Exception]:
     for case in cases:
         try:
             recordings[case.name] = _record_one(url, oracle, case)
-        except (AssertionError, LookupError, OSError) as error:
+        except CANNOT_RECORD as error:
             recordings[case.name] = error
     return recordings
 

@@ -1,0 +1,289 @@
+"""``python -m bench chaos``: mixed requests against a node while its engines are killed.
+
+1. A plain vLLM engine with the same model and arguments answers every request once: the truth.
+2. A node answers them over and over, ``--streams`` at a time, while a seeded schedule kills
+   (SIGKILL of an engine core or of a worker), stops (SIGSTOP, seen by --health-timeout) and clients leave.
+3. Every answer is compared; when all is calm again blocks, processes and segments are counted.
+
+Exit code 0 only if no request failed, no answer differed and nothing leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Twin
+from bench.tiny_models import tiny_llama
+
+CALM_S = 120.0
+KINDS = ("engine", "worker", "stop", "leave")
+
+
+def requests(seed: int) -> list[dict]:
+    """A mix that crosses every path: lengths, sampling with and without history, stops, n."""
+    rng = random.Random(seed)
+    ways = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 1, "seed": 11},
+        {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+        {"temperature": 0, "min_tokens": 40},
+        {"temperature": 1, "seed": 5, "n": 2},
+        {"temperature": 0, "bad_words": ["the"]},
+    ]
+    made = []
+    for i, length in enumerate((20, 130, 300, 700, 1100, 1500) * 3):
+        body = {
+            "model": MODEL_NAME,
+            "prompt": [rng.randrange(10, 400) for _ in range(length)],
+            "max_tokens": rng.choice((60, 150, 300)),
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            **ways[i % len(ways)],
+        }
+        made.append(body)
+    return made
+
+
+@dataclass
+class Answer:
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    at_s: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def same_as(self, other: Answer) -> bool:
+        mine = (self.tokens, self.text, self.finish)
+        return not self.error and mine == (other.tokens, other.text, other.finish)
+
+
+async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None = None) -> Answer:
+    answer = Answer()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
+                return answer
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                take(answer, json.loads(line[6:]))
+                if answer.error or (leave_after and len(answer.at_s) >= leave_after):
+                    return answer
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+    return answer
+
+
+def take(answer: Answer, chunk: dict) -> None:
+    if "error" in chunk:
+        answer.error = str(chunk["error"])
+        return
+    answer.at_s.append(time.monotonic())
+    for choice in chunk["choices"]:
+        index = choice["index"]
+        answer.tokens.setdefault(index, []).extend(choice["token_ids"] or [])
+        answer.text[index] = answer.text.get(index, "") + choice["text"]
+        if choice["finish_reason"]:
+            answer.finish[index] = choice["finish_reason"]
+
+
+@dataclass
+class Tally:
+    asked: int = 0
+    failed: list[str] = field(default_factory=list)
+    differ: list[int] = field(default_factory=list)
+    left: int = 0
+    faults: Counter = field(default_factory=Counter)
+    fault_times_s: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+
+    def judge(self, number: int, answer: Answer, truth: Answer) -> None:
+        self.asked += 1
+        if answer.error:
+            self.failed.append(f"request {number}: {answer.error}")
+        elif not answer.same_as(truth):
+            self.differ.append(number)
+        self._recovery(answer)
+
+    def _recovery(self, answer: Answer) -> None:
+        """Kill to next token, for streams that paused over a kill."""
+        gaps = list(zip(answer.at_s, answer.at_s[1:], strict=False))
+        if len(gaps) < 10:
+            return
+        usual = statistics.median(b - a for a, b in gaps)
+        for fault_s in self.fault_times_s:
+            for a, b in gaps:
+                if a <= fault_s < b and b - a > max(5 * usual, 0.05):
+                    self.recovery_s.append(b - fault_s)
+
+
+class Chaos:
+    def __init__(self, options: argparse.Namespace, node: Node, truths: list[Answer]) -> None:
+        self._options = options
+        self._node = node
+        self._bodies = requests(options.seed)
+        self._truths = truths
+        self._rng = random.Random(options.seed)
+        self.tally = Tally()
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self._node.url, timeout=300.0, limits=limits
+        ) as client:
+            self._client = client
+            self._end_s = time.monotonic() + self._options.seconds
+            async with asyncio.TaskGroup() as group:
+                for stream in range(self._options.streams):
+                    group.create_task(self._stream(stream))
+                group.create_task(self._faults())
+
+    async def _stream(self, stream: int) -> None:
+        rng = random.Random(f"{self._options.seed}-{stream}")
+        while time.monotonic() < self._end_s:
+            number = rng.randrange(len(self._bodies))
+            leave = rng.randrange(1, 30) if rng.random() < self._options.leave else None
+            answer = await ask(self._client, self._bodies[number], leave)
+            if leave is not None and not answer.error:
+                self.tally.left += 1
+            else:
+                self.tally.judge(number, answer, self._truths[number])
+
+    async def _faults(self) -> None:
+        await asyncio.sleep(self._options.every / 2)
+        while time.monotonic() < self._end_s - self._options.every / 2:
+            await self._fault()
+            await asyncio.sleep(self._options.every)
+
+    async def _fault(self) -> None:
+        status = (await self._client.get("/pd/status")).json()
+        ready = [e for e in status["engines"] if e["state"] == "ready"]
+        # A fault on the last engine is a pause for everybody; allowed, but not what is measured.
+        if len(ready) < 2:
+            return
+        engine = self._rng.choice(ready)
+        kind = self._rng.choice(self._options.kinds)
+        worker = engine["worker_pids"][0] if engine["worker_pids"] else engine["pid"]
+        pid, number = {
+            "engine": (engine["pid"], signal.SIGKILL),
+            "worker": (worker, signal.SIGKILL),
+            "stop": (worker, signal.SIGSTOP),
+        }[kind]
+        self.tally.fault_times_s.append(time.monotonic())
+        os.kill(pid, number)
+        self.tally.faults[f"{kind} {engine['role']}"] += 1
+        print(f"  {kind} of {engine['id']} (pid {pid})", flush=True)
+
+
+async def record(server: Twin, seed: int) -> list[Answer]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300.0) as client:
+        return [await ask(client, body) for body in requests(seed)]
+
+
+def calm(node: Node) -> tuple[dict, list[str]]:
+    """Wait until every engine is ready and idle; returns the status and what leaked."""
+    status = node.wait_status(
+        lambda s: all(
+            e["state"] == "ready" and not e["running"] and not e["waiting"] for e in s["engines"]
+        ),
+        CALM_S,
+        "engines ready and idle",
+    )
+    leaks = [
+        f"{e['id']}: {e['kv_blocks_total'] - e['kv_blocks_free']} blocks"
+        for e in status["engines"]
+        if e["kv_blocks_free"] != e["kv_blocks_total"]
+    ]
+    return status, leaks
+
+
+def left_behind(boot_id: str) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if boot_id in name]
+
+
+def report(tally: Tally, status: dict, leaks: list[str]) -> int:
+    recovery = sorted(tally.recovery_s)
+    rows = [
+        ("requests answered", tally.asked),
+        ("clients that left", tally.left),
+        ("faults", ", ".join(f"{n} x {what}" for what, n in tally.faults.items()) or "none"),
+        ("failed requests", len(tally.failed)),
+        ("answers that differ", len(tally.differ)),
+        ("resumes", status["counters"]["resumes"]),
+        ("tokens recomputed by resumes", status["counters"]["resume_recomputed_tokens"]),
+        ("tokens recomputed otherwise", status["counters"]["recomputed_prompt_tokens"]),
+        ("streams hit", len(recovery)),
+    ]
+    if recovery:
+        rows.append(("recovery p50", f"{statistics.median(recovery):.2f} s"))
+        rows.append(("recovery max", f"{recovery[-1]:.2f} s"))
+    rows.append(("leaks", "; ".join(leaks) or "none"))
+    for name, value in rows:
+        print(f"{name:<32} {value}")
+    for line in tally.failed[:5]:
+        print(line)
+    if tally.differ:
+        print(f"requests that differ: {sorted(set(tally.differ))}")
+    return 1 if tally.failed or tally.differ or leaks else 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--every", type=float, default=10, help="seconds between faults")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill engines")
+    parser.add_argument("--decode", type=int, default=2, help="decode engines")
+    parser.add_argument("--leave", type=float, default=0.1, help="share of clients that leave early")
+    parser.add_argument("--health-timeout", type=float, default=10)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS[:3], default=["engine", "worker"])
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    model = str(tiny_llama())
+    with tempfile.TemporaryDirectory() as folder:
+        twin = Twin(model, Path(folder, "twin.log"), *ENGINE_ARGS)
+        try:
+            twin.wait_ready()
+            truths = asyncio.run(record(twin, options.seed))
+        finally:
+            twin.stop()
+        assert not any(truth.error for truth in truths), [t.error for t in truths]
+        node = Node(
+            model,
+            Path(folder, "node.log"),
+            *ENGINE_ARGS,
+            *("--health-timeout", str(options.health_timeout)),
+            prefill=options.prefill,
+            decode=options.decode,
+        )
+        try:
+            node.wait_ready()
+            boot_id = node.status()["boot_id"]
+            chaos = Chaos(options, node, truths)
+            asyncio.run(chaos.run())
+            status, leaks = calm(node)
+        finally:
+            print(node.tail(15))
+            node.stop()
+        leaks += left_behind(boot_id)
+    return report(chaos.tally, status, leaks)

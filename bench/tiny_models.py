@@ -1,0 +1,1 @@
+from tests.tiny_models import *  # noqa
