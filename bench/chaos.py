@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.sse import events_async
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Twin
 from bench.tiny_models import tiny_llama
 
@@ -79,10 +79,8 @@ async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None = N
             if response.status_code != 200:
                 answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 return answer
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                take(answer, json.loads(line[6:]))
+            async for event in events_async(response.aiter_bytes()):
+                take(answer, event)
                 if answer.error or (leave_after and len(answer.at_s) >= leave_after):
                     return answer
     except httpx.HTTPError as error:

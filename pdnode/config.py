@@ -153,6 +153,9 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
     engines = _engines(own, assignment, serve_args)
     frontend = vllm_args.parse(serve_args)
     frontend.host = host
+    if not any(arg.startswith("--uvicorn-log-level") for arg in rest):
+        # The terminal is for what a person must read; a line per request hides it.
+        frontend.uvicorn_log_level = "warning"
     return NodeConfig(
         model=model,
         engines=engines,

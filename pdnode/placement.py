@@ -1,16 +1,45 @@
 """Where a request runs. Pure: facts + a snapshot of the engines -> a plan, or a decline.
 
 Nothing here waits, sends or remembers; the same facts and view give the same plan.
+
+    hard reasons (answer needs one engine, a side is missing)  ->  one engine
+    split = never                                              ->  any engine, all are replicas
+    constants unknown                                          ->  split, shortest queues
+    otherwise: the least milliseconds, own time + what running streams lose, of
+        P for the prompt, D for the rest      (always, auto)
+        D for all of it                       (auto)
+
+P and D of a split are chosen apart: what P costs does not depend on D, nor the reverse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
 
+from pdnode import estimate
+from pdnode.estimate import Constants, Estimates
 from pdnode.token1 import Token1
 
 PREFILL, DECODE = "prefill", "decode"
+
+Policy = Literal["round-robin", "least-loaded", "prefix-aware"]
+Split = Literal["always", "auto", "never"]
+POLICIES: tuple[Policy, ...] = ("round-robin", "least-loaded", "prefix-aware")
+SPLITS: tuple[Split, ...] = ("always", "auto", "never")
+
+REASONS = (
+    # split
+    "split_faster", "split_always", "split_unmeasured",
+    # one engine, by choice
+    "idle_decode", "prefix_on_decode", "whole_faster", "split_never",
+    # one engine, because it must be
+    "short_prompt", "max_tokens_1", "full_context", "no_prefill_engine", "no_decode_engine",
+)  # fmt: skip
+"""And the field or input that a request cannot be split for (``Facts.whole``, ``token1_field``)."""
+DECLINES = ("no_engine_ready",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +52,8 @@ class Facts:
     token1_field: str = ""
     whole: str = ""
     """Why the request cannot be split whatever the load ("" when it can)."""
+    cached: Mapping[int, int] = MappingProxyType({})
+    """slot -> tokens of this prompt whose KV that engine holds, or will by the time it gets there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +65,22 @@ class EngineView:
     ready: bool
     requests: int = 0
     queued_tokens: int = 0
+    queued_ms: float | None = None
+    """The same work by its estimates; better, for it knows what is cached. None: not known."""
+    streams: int | None = None
+    """Requests past their first token here. None: all requests of a D, none of a P."""
+    free_tokens: int | None = None
+    """KV room, what is only cached included. None: not known, taken as enough."""
+    constants: Constants | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementConfig:
+    prefill_policy: Policy = "prefix-aware"
+    decode_policy: Policy = "prefix-aware"
+    split: Split = "auto"
+    share_prefixes: bool = False
+    """An engine can copy a prefix that it lacks from any engine that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +88,9 @@ class NodeView:
     engines: tuple[EngineView, ...]
     block_size: int
     max_model_len: int
+    config: PlacementConfig = PlacementConfig()
+    turn: int = 0
+    """Requests placed so far: whose turn it is under round-robin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +101,9 @@ class Plan:
     decode: int
     token1: Token1
     reason: str = ""
+    prefix_from: int | None = None
+    """Whom the engine that computes the prompt should copy its prefix from first."""
+    estimates: Estimates | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +112,33 @@ class Decline:
 
 
 def place(facts: Facts, view: NodeView) -> Plan | Decline:
-    prefills = _ready(view, PREFILL)
-    decodes = _ready(view, DECODE)
-    if not prefills and not decodes:
+    ready = [e for e in view.engines if e.ready]
+    if not ready:
         return Decline("no_engine_ready")
+    if view.config.split == "never":
+        return _on_one(facts, view, "split_never", ready, view.config.prefill_policy)
+    prefills = [e for e in ready if e.role == PREFILL]
+    decodes = [e for e in ready if e.role == DECODE]
     reason = why_whole(facts, view) or _missing_side(prefills, decodes)
     if reason:
-        return _on_one(facts, reason, prefills, decodes)
-    return Plan(
-        prefill=least_queued(prefills).slot,
-        decode=least_busy(decodes).slot,
-        token1=facts.token1,
-    )
+        return _on_its_side(facts, view, reason, prefills, decodes)
+    prefills = _by_policy(prefills, view.config.prefill_policy, view.turn, least_queued)
+    decodes = _by_policy(_with_room(facts, decodes), view.config.decode_policy, view.turn, least_busy)
+    if not all(e.constants for e in (*prefills, *decodes)):
+        p, d = least_queued(prefills), least_busy(decodes)
+        return Plan(p.slot, d.slot, facts.token1, "split_unmeasured")
+    return _least_ms(facts, view, prefills, decodes)
 
 
 def why_whole(facts: Facts, view: NodeView) -> str:
-    """The reason a request is not worth or not able to be split, or ""."""
+    """The reason a request is not able to be split, or ""."""
     if facts.whole:
         return facts.whole
     if facts.token1 is Token1.SINGLE:
         return facts.token1_field
     if facts.max_tokens <= 1:
         return "max_tokens_1"
+    # No full block: nothing that could be handed over.
     if facts.prompt_tokens < view.block_size:
         return "short_prompt"
     # Token 1 fills the context: there is nothing left to decode elsewhere.
@@ -97,8 +155,27 @@ def least_busy(engines: Iterable[EngineView]) -> EngineView:
     return min(engines, key=lambda e: (e.requests, e.queued_tokens, e.slot))
 
 
-def _ready(view: NodeView, role: str) -> list[EngineView]:
-    return [e for e in view.engines if e.role == role and e.ready]
+# --- one engine ------------------------------------------------------------------------------------
+
+
+def _on_its_side(
+    facts: Facts, view: NodeView, reason: str, prefills: list, decodes: list
+) -> Plan:
+    # A short prompt disturbs nobody's stream, so it may run where it will decode; work that is
+    # all prompt (scoring, pooling, one token) belongs where prompts belong.
+    all_prompt = facts.max_tokens <= 1 or facts.whole or facts.token1 is Token1.SINGLE
+    if prefills and (all_prompt or not decodes):
+        return _on_one(facts, view, reason, prefills, view.config.prefill_policy)
+    return _on_one(facts, view, reason, decodes, view.config.decode_policy)
+
+
+def _on_one(
+    facts: Facts, view: NodeView, reason: str, engines: list[EngineView], policy: Policy
+) -> Plan:
+    engines = _by_policy(_with_room(facts, engines), policy, view.turn, least_queued)
+    if not all(e.constants for e in engines):
+        return Plan(None, least_queued(engines).slot, Token1.FORWARD, reason)
+    return _whole(facts, view, engines).plan(reason)
 
 
 def _missing_side(prefills: list[EngineView], decodes: list[EngineView]) -> str:
@@ -107,11 +184,73 @@ def _missing_side(prefills: list[EngineView], decodes: list[EngineView]) -> str:
     return "" if decodes else "no_decode_engine"
 
 
-def _on_one(facts: Facts, reason: str, prefills: list, decodes: list) -> Plan:
-    # A short prompt disturbs nobody's stream, so it may run where it will decode; work that is
-    # all prompt (scoring, pooling, one token) belongs where prompts belong.
-    all_prompt = facts.max_tokens <= 1 or facts.whole or facts.token1 is Token1.SINGLE
-    side = (prefills or decodes) if all_prompt else (decodes or prefills)
-    return Plan(
-        prefill=None, decode=least_queued(side).slot, token1=Token1.FORWARD, reason=reason
-    )
+# --- candidates ------------------------------------------------------------------------------------
+
+
+def _by_policy(engines: list[EngineView], policy: Policy, turn: int, least) -> list[EngineView]:
+    """The engines that may be chosen among by estimate: all of them, or the policy's one."""
+    if policy == "round-robin":
+        return [engines[turn % len(engines)]]
+    return [least(engines)] if policy == "least-loaded" else engines
+
+
+def _with_room(facts: Facts, engines: list[EngineView]) -> list[EngineView]:
+    """Those that can hold the request now; all of them, when it has to wait anyway."""
+    room = [
+        e
+        for e in engines
+        if e.free_tokens is None or e.free_tokens >= facts.prompt_tokens + _output(facts, e)
+    ]
+    return room or engines
+
+
+def _output(facts: Facts, e: EngineView) -> float:
+    if e.constants is None:
+        return float(facts.max_tokens)
+    return estimate.output_tokens(e.constants, facts.max_tokens)
+
+
+# --- milliseconds ----------------------------------------------------------------------------------
+
+
+def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Plan:
+    prompt = min((_prompt(facts, view, e) for e in prefills), key=_prompt_total_ms)
+    rest = min((_rest(facts, e) for e in decodes), key=_rest_total_ms)
+    split = Plan(
+        prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from,
+        Estimates(
+            prompt.new_tokens, prompt.wait_ms + rest.wait_ms, prompt.prefill_ms, rest.handoff_ms,
+            rest.decode_ms, prompt.stall_ms + rest.stall_ms,
+        ),
+    )  # fmt: skip
+    if view.config.split == "always":
+        return split
+    return _lesser(split, _least_whole(facts, view, decodes, "whole_faster"), facts, view)
+
+
+def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:
+    assert split.estimates is not None and whole.estimates is not None
+    split_ms, whole_ms = split.estimates.total_ms, whole.estimates.total_ms
+    if split_ms < whole_ms:
+        estimates = split.estimates._replace(other_ms=whole_ms)
+        return replace(split, reason="split_faster", estimates=estimates)
+    estimates = whole.estimates._replace(other_ms=split_ms)
+    return replace(whole, reason=_why_not_split(split, whole, facts, view), estimates=estimates)
+
+
+def _why_not_split(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> str:
+    if not any(_streams(e) for e in view.engines if e.slot == whole.decode):
+        return "idle_decode"
+    if facts.cached.get(whole.decode, 0) > facts.cached.get(split.prefill, 0):
+        return "prefix_on_decode"
+    return "whole_faster"
+
+
+def _least_whole(facts: Facts, view: NodeView, engines: list, reason: str) -> Plan:
+    """All of the request on the one of ``engines`` where that costs least."""
+    prompts = (_prompt(facts, view, e) for e in engines)
+    total_ms, prompt, rest = min(
+        ((_prompt_total_ms(p) + _rest_total_ms(r), p, r) for p, r in
+         ((p, _rest(facts, e, whole=True)) for p, e in zip(prompts, engines, strict=True))),
+    )  # fmt: skip
+    return Plan()

@@ -23,6 +23,7 @@ def node_status(node: Node) -> dict[str, Any]:
     loads = [node.index.engine(engine.slot) for engine in node.engines]
     return {
         "ready": node.ready,
+        "draining": node.draining,
         "boot_id": node.boot_id,
         "engines": [
             {

@@ -51,10 +51,18 @@ def environment(library: Path | None, **extra: object) -> dict[str, str]:
     return env
 
 
-def run_case(library: Path | None, *args: object, **extra: object) -> None:
-    """`python -m tests.cuda.cases ARGS` over the fake driver must end well, and soon."""
+def run_case(library: Path, name: str, **extra: object) -> None:
+    """`python -m tests.cuda.cases NAME` over the fake driver must end well, and soon."""
+    _run(["-m", "tests.cuda.cases", name], environment(library, **extra))
+
+
+def run_code(code: str, **extra: object) -> None:
+    """The same for a piece of Python, over the driver of this machine, if any."""
+    _run(["-c", code], environment(None, **extra))
+
+
+def _run(arguments: list[str], env: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.cases", *map(str, args)],
-        env=environment(library, **extra), cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr

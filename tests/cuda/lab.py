@@ -77,7 +77,7 @@ class Lab:
 
     def __init__(self, backend: str, env: dict[str, str]):
         self._backend, self._env = backend, env
-        self.zeroes = backend in ("host", "cuda")  # Others got their memory from somebody else.
+        self.zeroes = backend in ("host", "cuda", "cuda-engine")  # Others got their memory from somebody else.
         self._idle: list[Remote] = []
         self._used: list[Remote] = []
 

@@ -4,6 +4,7 @@ The same program is owner or reader; a back end is what its regions are made of:
 
     host          a POSIX segment, HostRegion
     cuda          CudaRegion.create
+    cuda-engine   the same, all copies on the copy engine (else pieces this small take the kernel)
     cuda-foreign  memory that something else allocated: in the middle of a larger piece
     cuda-fd       memory of cuMemCreate, handed over as a file descriptor
     cuda-fabric   the same with a fabric handle
@@ -61,11 +62,13 @@ class Cuda:
     def copier(self):
         from ipc.cuda.copy import CudaCopier
 
-        self._copier = self._copier or CudaCopier(self.gpu)
+        self._copier = self._copier or CudaCopier(
+            self.gpu, with_kernel=self.kind != "cuda-engine"
+        )
         return self._copier
 
     def make(self, name: str, nbytes: int, **stamp):
-        if self.kind == "cuda":
+        if self.kind in ("cuda", "cuda-engine"):
             return self.region.create(name, nbytes, flag="--kv-bytes", **stamp)
         address = self._foreign(nbytes + 2 * BEFORE) + BEFORE
         return self.region.export(name, address, nbytes, **stamp)

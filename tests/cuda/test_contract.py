@@ -13,6 +13,9 @@ from tests.cuda.contract import RegionContract
 from tests.cuda.lab import Lab
 
 
+KINDS = ("cuda", "cuda-engine", "cuda-foreign", "cuda-fd", "cuda-fabric")
+
+
 class TestHost(RegionContract):
     @pytest.fixture(scope="class")
     @classmethod
@@ -23,7 +26,7 @@ class TestHost(RegionContract):
 
 
 class TestCudaOverFakeDriver(RegionContract):
-    @pytest.fixture(scope="class", params=["cuda", "cuda-foreign", "cuda-fd", "cuda-fabric"])
+    @pytest.fixture(scope="class", params=KINDS)
     @classmethod
     def lab(cls, request, fake_driver) -> Iterator[Lab]:
         env = fake.environment(fake_driver, FAKE_CUDA_FABRIC=1, FAKE_CUDA_DELAY_US=300)

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pdnode.reaper import marked
 from tests.leftovers import anonymous_names, names_of, still_there
 from tests.servers import MAX_MODEL_LEN, MODEL_NAME, Node
-from tests.twin.cases import BLOCK, ids
+from tests.twin.cases import BLOCK, CHAT, COMPLETIONS, Way, ids
 from tests.twin.checks import NEVER, settled
-from tests.twin.crowd import check_round, one_by_one
+from tests.twin.crowd import all_at_once, check_round, one_by_one
 from tests.twin.leaving import hanging_up, read_chunks
 from tests.twin.record import Recorded
 from tests.twin.replay import Request, ask, differences
@@ -35,6 +35,27 @@ def crowd_answers_as_one_by_one(node: Node, crowd: list[Recorded]) -> None:
         assert not differences(member.answer, answer), member.case.name
     for round_number in range(ROUNDS):
         check_round(node, crowd, alone, salt=f"round {round_number}")
+
+
+def all_cases_at_once(node: Node, recorded: list[Recorded]) -> None:
+    """Requests of every kind share each engine's batches; each is answered as if it were alone."""
+    before = settled(node)
+    answers = all_at_once(node, recorded, "all cases")
+    after = settled(node)
+    lines = [
+        f"{one.case.name}{line}"
+        for one, answer in zip(recorded, answers, strict=True)
+        for line in differences(one.answer, answer)
+    ]
+    assert not lines, "\n".join(lines[:20])
+    _nothing_failed(before, after)
+
+
+def may_share_a_batch(recorded: Recorded | Exception) -> bool:
+    """Cases that the engines see, once, and that can be given a prefix cache of their own."""
+    if isinstance(recorded, Exception) or recorded.case.path not in (COMPLETIONS, CHAT):
+        return False
+    return recorded.case.way not in (Way.NOWHERE, Way.MANY)
 
 
 # --- clients that leave --------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from tests.twin import scenarios
 from tests.twin.cases import CASES
-from tests.twin.checks import replay
+from tests.twin.checks import replay, warm_up
 
 pytestmark = pytest.mark.engine
 
@@ -14,12 +14,18 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def node(recordings, serving):
     with serving(prefill=1, decode=1) as node:
+        warm_up(node)
         yield node
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_node_answers_as_its_twin(node, recordings, block_bytes, case):
     replay(node, recordings[case.name], block_bytes)
+
+
+def test_all_cases_at_once(node, recordings):
+    shared = [one for one in recordings.values() if scenarios.may_share_a_batch(one)]
+    scenarios.all_cases_at_once(node, shared)
 
 
 def test_crowd_answers_as_one_by_one(node, crowd):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.twin import scenarios
 from tests.twin.cases import BY_NAME
-from tests.twin.checks import replay, settled
+from tests.twin.checks import replay, settled, warm_up
 
 pytestmark = pytest.mark.engine
 
@@ -44,12 +44,18 @@ NAMES = (
 @pytest.fixture(scope="module")
 def node(recordings, serving):
     with serving(prefill=2, decode=2) as node:
+        warm_up(node)
         yield node
 
 
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in NAMES], ids=NAMES)
 def test_node_answers_as_its_twin(node, recordings, block_bytes, case):
     replay(node, recordings[case.name], block_bytes)
+
+
+def test_all_cases_at_once(node, recordings):
+    shared = [recordings[name] for name in NAMES]
+    scenarios.all_cases_at_once(node, [one for one in shared if scenarios.may_share_a_batch(one)])
 
 
 def test_crowd_answers_as_one_by_one(node, crowd):

@@ -1,0 +1,230 @@
+"""What a request would cost where, in milliseconds. Pure functions of measured constants.
+
+The model of an engine: a pass costs a fixed time, a little for every running stream, and for every
+prompt token in it a time that grows with the tokens before it (attention is quadratic). A prompt of
+many tokens takes several passes of at most ``chunk_tokens``; every stream on that engine waits for
+the prompt tokens in its pass. :class:`Estimator` measures the constants; the functions only use them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import NamedTuple
+
+MIN_OBSERVATIONS = 3
+"""Of each kind, before a constant is believed."""
+REFIT_EVERY = 32
+RECENT = 255
+PER_BUCKET = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """One engine, as measured. A hand-off's constants are those of the engine that copies."""
+
+    prefill_pass_ms: float
+    prefill_ms_per_token: float
+    prefill_ms_per_token_context: float
+    """Milliseconds per prompt token and token before it."""
+    decode_step_ms: float
+    decode_step_ms_per_stream: float
+    handoff_ms: float
+    handoff_ms_per_token: float
+    front_ms: float
+    """From the front end to an engine and back, per leg, without any work."""
+    output_tokens: float = 128.0
+    """A usual answer: ``max_tokens`` is only a limit."""
+    chunk_tokens: int = 2048
+    copy_in_step: bool = True
+    """The hand-off's copy is part of an engine step, so that running streams wait for it."""
+
+
+class Estimates(NamedTuple):
+    """Why a plan was chosen. ``stall_ms``: added to all other running streams, summed over them."""
+
+    new_tokens: int
+    wait_ms: float
+    prefill_ms: float
+    handoff_ms: float
+    decode_ms: float
+    stall_ms: float
+    other_ms: float | None = None
+    """The total of the best plan of the other kind (split or on one engine); None: not looked at."""
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self[1:6])
+
+
+def compute_ms(c: Constants, new: int, cached: int) -> float:
+    """The part of a prefill that running streams in the same passes wait for."""
+    context = cached + new / 2
+    return new * (c.prefill_ms_per_token + c.prefill_ms_per_token_context * context)
+
+
+def prefill_ms(c: Constants, new: int, cached: int = 0, streams: int = 0) -> float:
+    """``new`` prompt tokens after ``cached`` ones, on an engine that decodes ``streams`` others."""
+    passes = -(-new // c.chunk_tokens)
+    per_pass = c.prefill_pass_ms + c.decode_step_ms_per_stream * streams
+    return passes * per_pass + compute_ms(c, new, cached)
+
+
+def stall_ms(c: Constants, new: int, cached: int) -> float:
+    """How much longer the passes are for each running stream than decode steps would be."""
+    passes = -(-new // c.chunk_tokens)
+    return passes * max(0.0, c.prefill_pass_ms - c.decode_step_ms) + compute_ms(c, new, cached)
+
+
+def queue_ms(c: Constants, queued_tokens: int, streams: int = 0) -> float:
+    """Work ahead of which only the length is known, so without its quadratic part."""
+    passes = -(-queued_tokens // c.chunk_tokens)
+    per_pass = c.prefill_pass_ms + c.decode_step_ms_per_stream * streams
+    return passes * per_pass + queued_tokens * c.prefill_ms_per_token
+
+
+def handoff_ms(c: Constants, tokens: int) -> float:
+    """Copying ``tokens`` tokens of KV from a peer; nothing lacking, nothing paid."""
+    return c.handoff_ms + c.handoff_ms_per_token * tokens if tokens else 0.0
+
+
+def step_ms(c: Constants, streams: int) -> float:
+    return c.decode_step_ms + c.decode_step_ms_per_stream * streams
+
+
+def output_tokens(c: Constants, max_tokens: int) -> float:
+    return min(float(max_tokens), c.output_tokens)
+
+
+class RobustFit:
+    """``y = coefficients . x``, none negative, from the medians of buckets of like x.
+
+    A bucket is a power of two per feature and keeps its last ``PER_BUCKET`` observations: outliers
+    fall out with the median, old truths with the length, and rare sizes count as much as usual ones.
+    """
+
+    def __init__(self) -> None:
+        self.observations = 0
+        self._buckets: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}
+
+    def add(self, x: tuple[float, ...], y: float) -> None:
+        if y <= 0:
+            return  # a clock's grain, not a cost
+        self.observations += 1
+        bucket = tuple(int(value).bit_length() for value in x)
+        self._buckets.setdefault(bucket, deque(maxlen=PER_BUCKET)).append((*x, y))
+
+    def coefficients(self) -> tuple[float, ...]:
+        rows = [tuple(map(median, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
+        # Divided by y: an error of a tenth is as bad in a short prompt as in a long one.
+        relative = [[value / row[-1] for value in row[:-1]] for row in rows]
+        return tuple(_non_negative(relative, len(rows[0]) - 1))
+
+
+def _non_negative(rows: list[list[float]], features: int) -> list[float]:
+    """Least squares for ``row . coefficients = 1``; features that would be negative are left out."""
+    scale = [max(row[i] for row in rows) or 1.0 for i in range(features)]
+    active = list(range(features))
+    while active:
+        scaled = [[row[i] / scale[i] for i in active] for row in rows]
+        solution = _least_squares(scaled)
+        if solution is None:
+            active.pop()  # too few sizes seen to tell the last feature from the others
+        elif min(solution) >= 0:
+            found = dict(zip(active, solution, strict=True))
+            return [found.get(i, 0.0) / scale[i] for i in range(features)]
+        else:
+            del active[solution.index(min(solution))]
+    return [0.0] * features
+
+
+def _least_squares(rows: list[list[float]]) -> list[float] | None:
+    """For targets of 1, by the normal equations; None when they have no one solution."""
+    n = len(rows[0])
+    a = [[sum(r[i] * r[j] for r in rows) for j in range(n)] + [sum(r[i] for r in rows)] for i in range(n)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda k: abs(a[k][i]))
+        a[i], a[pivot] = a[pivot], a[i]
+        if abs(a[i][i]) < 1e-9 * len(rows):
+            return None
+        for k in range(n):
+            if k != i:
+                factor = a[k][i] / a[i][i]
+                a[k] = [x - factor * y for x, y in zip(a[k], a[i], strict=True)]
+    return [a[i][n] / a[i][i] for i in range(n)]
+
+
+class Estimator:
+    """Measures one engine's constants, from start and while it runs. Not thread-safe.
+
+    Give it clean observations: a prefill that waited for nothing, a step without prompt tokens.
+    What is not clean now and then is an outlier, which the bucket medians drop.
+    """
+
+    def __init__(
+        self, *, chunk_tokens: int, copy_in_step: bool = True, initial: Constants | None = None
+    ) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._copy_in_step = copy_in_step
+        self._prefill = RobustFit()
+        self._decode = RobustFit()
+        self._handoff = RobustFit()
+        self._front: deque[float] = deque(maxlen=RECENT)
+        self._output: deque[int] = deque(maxlen=RECENT)
+        self._constants = initial
+        self._until_refit = 0
+
+    def observe_prefill(self, new: int, cached: int, ms: float) -> None:
+        passes = -(-new // self._chunk_tokens)
+        self._prefill.add((passes, new, new * (cached + new / 2)), ms)
+        self._until_refit -= 1
+
+    def observe_decode_step(self, streams: int, ms: float) -> None:
+        self._decode.add((1, streams), ms)
+        self._until_refit -= 1
+
+    def observe_handoff(self, tokens: int, ms: float) -> None:
+        self._handoff.add((1, tokens), ms)
+        self._until_refit -= 1
+
+    def observe_front(self, ms: float) -> None:
+        self._front.append(ms)
+
+    def observe_output(self, tokens: int) -> None:
+        self._output.append(tokens)
+
+    def constants(self) -> Constants | None:
+        """None until every kind of work has been seen (or ``initial`` was given)."""
+        if self._until_refit <= 0:
+            self._until_refit = REFIT_EVERY
+            self._constants = self._refit() or self._constants
+        return self._constants
+
+    def _refit(self) -> Constants | None:
+        fits = (self._prefill, self._decode, self._handoff)
+        known = min(fit.observations for fit in fits) >= MIN_OBSERVATIONS
+        if not known and self._constants is None:
+            self._until_refit = 0
+            return None
+        return replace(
+            self._constants or self._nothing_known(),
+            **self._fitted(self._prefill, "prefill_pass_ms", "prefill_ms_per_token",
+                           "prefill_ms_per_token_context"),
+            **self._fitted(self._decode, "decode_step_ms", "decode_step_ms_per_stream"),
+            **self._fitted(self._handoff, "handoff_ms", "handoff_ms_per_token"),
+            **({"front_ms": median(self._front)} if self._front else {}),
+            **({"output_tokens": fmean(self._output)} if self._output else {}),
+        )
+
+    def _nothing_known(self) -> Constants:
+        zeros = (0.0,) * 8
+        return Constants(
+            *zeros, chunk_tokens=self._chunk_tokens, copy_in_step=self._copy_in_step
+        )
+
+    @staticmethod
+    def _fitted(fit: RobustFit, *names: str) -> dict[str, float]:
+        if fit.observations < MIN_OBSERVATIONS:
+            return {}
+        return dict(zip(names, fit.coefficients(), strict=True))

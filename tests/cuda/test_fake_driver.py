@@ -1,0 +1,25 @@
+"""The CUDA back end against a driver that does what a bad day would: one process a case."""
+
+import pytest
+
+from tests.cuda import fake
+from tests.cuda.cases import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name, fake_driver, prefix, tmp_path):
+    env = CASES[name][1]
+    if "FAKE_CUDA_HOLD" in env:
+        env = {**env, "FAKE_CUDA_HOLD": str(tmp_path / "hold")}
+    fake.run_case(fake_driver, name, CASE_PREFIX=prefix, **env)
+
+
+def test_without_a_driver_the_error_says_what_to_install():
+    """No fake here: whatever the machine has. With a GPU there is nothing to see."""
+    code = (
+        "from ipc.cuda.device import device\n"
+        "from ipc.errors import IpcError\n"
+        "try:\n    device()\n"
+        "except IpcError as error:\n    assert 'driver' in str(error) or 'cuda' in str(error), error\n"
+    )
+    fake.run_code(code)

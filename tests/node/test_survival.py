@@ -1,0 +1,240 @@
+"""Engines are killed and stopped under running requests; the launcher is stopped and killed.
+
+Real processes, real signals. The truth of every answer is the same node's own answer when nobody was
+killed (which tests/twin compares with plain vLLM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
+from bench.sse import events
+from pdnode import reaper, rundir
+from tests.leftovers import anonymous_names, names_of, still_there
+
+BLOCK = 128
+PROMPT = [(7 * i) % 400 + 10 for i in range(700)]
+
+pytestmark = pytest.mark.kill
+
+
+@pytest.fixture(scope="module")
+def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    log = tmp_path_factory.mktemp("survival") / "node.log"
+    node = Node(str(model), log, *ENGINE_ARGS, "--health-timeout", "5", prefill=2, decode=2)
+    try:
+        node.wait_ready()
+        yield node
+    finally:
+        node.stop()
+
+
+def tokens_of(node: Node, on_token: Callable[[int], None] | None = None, **body) -> list[int]:
+    """Stream one answer; ``on_token(n)`` is called when n tokens have arrived."""
+    request = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 1000, "temperature": 0}
+    request |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **body}
+    tokens: list[int] = []
+    with node.http.stream("POST", "/v1/completions", json=request) as response:
+        assert response.status_code == 200, response.read()
+        for chunk in events(response.iter_bytes()):
+            assert "error" not in chunk, chunk
+            tokens += chunk["choices"][0]["token_ids"]
+            if on_token:
+                on_token(len(tokens))
+    return tokens
+
+
+def serving_engine(node: Node, role: str) -> dict:
+    """The engine of ``role`` that has a request now."""
+    status = node.wait_status(
+        lambda s: any(e["role"] == role and e["running"] for e in s["engines"]),
+        30,
+        f"a {role} engine with a request",
+    )
+    return next(e for e in status["engines"] if e["role"] == role and e["running"])
+
+
+def all_ready(node: Node) -> dict:
+    return node.wait_status(
+        lambda s: all(e["state"] == "ready" for e in s["engines"]), 120, "all engines ready"
+    )
+
+
+def once_at(count: int, action: Callable[[], None]) -> Callable[[int], None]:
+    done = []
+
+    def on_token(n: int) -> None:
+        if n >= count and not done:
+            done.append(n)
+            action()
+
+    return on_token
+
+
+def killer(node: Node, role: str, process: str, number: int = signal.SIGKILL):
+    def kill() -> None:
+        engine = serving_engine(node, role)
+        os.kill(engine["pid"] if process == "core" else engine["worker_pids"][0], number)
+
+    return kill
+
+
+@pytest.mark.parametrize(
+    ("sampling", "process"),
+    [
+        ({}, "core"),
+        ({}, "worker"),
+        ({"seed": 3, "temperature": 1.0}, "worker"),
+        ({"presence_penalty": 0.6, "frequency_penalty": 0.3, "min_tokens": 5}, "core"),
+    ],
+    ids=["greedy-core", "greedy-worker", "seeded", "penalties"],
+)
+def test_a_stream_whose_decode_engine_is_killed_goes_on_unchanged(node, sampling, process):
+    expected = tokens_of(node, **sampling)
+    before = all_ready(node)["counters"]
+    got = tokens_of(node, once_at(50, killer(node, "decode", process)), **sampling)
+    assert got == expected
+    after = all_ready(node)["counters"]
+    assert after["resumes"] == before["resumes"] + 1
+    assert after["failed"] == before["failed"]
+    # One partial block of KV may have been in nobody's table yet; the rest is copied. A sampler
+    # with a history writes its answer again, but does not compute the prompt again.
+    assert after["resume_recomputed_tokens"] - before["resume_recomputed_tokens"] <= BLOCK
+
+
+def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
+    prompt = [(11 * i) % 400 + 10 for i in range(1900)]
+    expected = tokens_of(node, prompt=prompt, max_tokens=100)
+    node.http.post("/reset_prefix_cache")
+    all_ready(node)
+    killed = threading.Thread(target=killer(node, "prefill", "worker"))
+    killed.start()
+    answers = []
+    asking = [
+        threading.Thread(target=lambda i=i: answers.append((i, tokens_of(node, prompt=prompt[i:], max_tokens=100))))
+        for i in range(6)
+    ]
+    for thread in asking:
+        thread.start()
+    for thread in [killed, *asking]:
+        thread.join(120)
+    assert len(answers) == 6
+    assert dict(answers)[0] == expected
+    all_ready(node)
+
+
+def test_a_stopped_worker_is_ejected_after_the_health_timeout(node):
+    expected = tokens_of(node)
+    all_ready(node)
+    begin_s = time.monotonic()
+    got = tokens_of(node, once_at(50, killer(node, "decode", "worker", signal.SIGSTOP)))
+    assert got == expected
+    assert time.monotonic() - begin_s > 5
+    all_ready(node)
+
+
+def test_all_blocks_come_back(node):
+    all_ready(node)
+    node.wait_status(
+        lambda s: all(e["kv_blocks_free"] == e["kv_blocks_total"] for e in s["engines"]),
+        2,
+        "free blocks",
+    )
+
+
+def test_a_stop_drains_running_streams_and_refuses_new_ones(node):
+    """Last on this node: it ends it."""
+    expected = tokens_of(node)
+    status = all_ready(node)
+    pids = [p for e in status["engines"] for p in (e["pid"], *e["worker_pids"])]
+    anonymous = anonymous_names(pids)
+    refused = []
+
+    def stop() -> None:
+        os.kill(node.process.pid, signal.SIGTERM)
+        node.wait_status(lambda s: s["draining"], 5, "draining")
+        refused.append(node.http.post("/v1/completions", json={"prompt": "x"}))
+
+    assert tokens_of(node, once_at(20, stop)) == expected
+    assert refused[0].status_code == 503
+    assert refused[0].headers["retry-after"]
+    assert node.process.wait(15) == 0
+    assert_gone(status["boot_id"], anonymous)
+
+
+def assert_gone(boot_id: str, anonymous: frozenset[str] = frozenset(), within_s: float = 5) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        left = [*reaper.marked(boot_id), *names_of(boot_id), *still_there(anonymous)]
+        if (rundir.base_dir() / boot_id).exists():
+            left.append("run directory")
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+def started(model: Path, log: Path) -> Node:
+    return Node(str(model), log, *ENGINE_ARGS)
+
+
+def wait_for_log(node: Node, text: str) -> None:
+    deadline = time.monotonic() + 120
+    while text not in node.tail(200):
+        assert node.process.poll() is None, node.tail()
+        assert time.monotonic() < deadline, node.tail()
+        time.sleep(0.05)
+
+
+def boot_of(node: Node) -> str:
+    """The node's boot id before it serves: from the mark in its children's environment."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in node.descendants():
+            with contextlib.suppress(OSError):
+                for item in Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0"):
+                    if item.startswith(f"{reaper.MARK}=".encode()):
+                        return item.partition(b"=")[2].decode()
+        time.sleep(0.05)
+    raise AssertionError("no marked child")
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [("starting", signal.SIGINT), ("loading", signal.SIGKILL)],
+    ids=["sigint-starting", "sigkill-loading"],
+)
+def test_a_node_that_is_ended_while_it_starts_leaves_nothing(model, tmp_path, phase, number):
+    node = started(model, tmp_path / "node.log")
+    try:
+        wait_for_log(node, f"decode-0     {phase}")
+        boot_id = boot_of(node)
+        node.process.send_signal(number)
+        node.process.wait(15)
+        assert_gone(boot_id, within_s=10)
+    finally:
+        node.stop()
+
+
+def test_a_killed_launcher_takes_everything_with_it(model, tmp_path):
+    node = started(model, tmp_path / "node.log")
+    try:
+        node.wait_ready()
+        status = node.status()
+        pids = [p for e in status["engines"] for p in (e["pid"], *e["worker_pids"])]
+        anonymous = anonymous_names(pids)
+        assert anonymous
+        node.process.kill()
+        node.process.wait(5)
+        assert_gone(status["boot_id"], anonymous)
+    finally:
+        node.stop()
