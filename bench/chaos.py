@@ -24,8 +24,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.sse import events_async
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Twin
+from bench.sse import events_async
 from bench.tiny_models import tiny_llama
 
 CALM_S = 120.0
@@ -248,7 +248,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=10, help="seconds between faults")
     parser.add_argument("--prefill", type=int, default=2, help="prefill engines")
     parser.add_argument("--decode", type=int, default=2, help="decode engines")
-    parser.add_argument("--leave", type=float, default=0.1, help="share of clients that leave early")
+    parser.add_argument(
+        "--leave", type=float, default=0.1, help="share of clients that leave early"
+    )
     parser.add_argument("--health-timeout", type=float, default=10)
     parser.add_argument("--kinds", nargs="+", choices=KINDS[:3], default=["engine", "worker"])
     parser.add_argument("--seed", type=int, default=0)

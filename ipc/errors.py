@@ -12,6 +12,7 @@ IpcError
 │   ├── EntryExists           insert: this transfer id is already in the owner's table
 │   ├── NotOwner              a write to bytes that belong to another process
 │   ├── BootMismatch          insert: the node's control line names another boot of this engine
+│   ├── PoolTooSmall          pool: a share has no room for one block (.nbytes, .share_bytes, .flag)
 │   └── StaleRead             the record moved on while it was read, or was torn by a death
 ├── CopyRefused               plan, copy: layouts that do not fit, or a piece outside its region
 ├── WaitTimeout               the budget is spent (also a TimeoutError)
@@ -83,6 +84,17 @@ class NotOwner(LookupFault):
 
 class BootMismatch(LookupFault):
     """The boot id of the caller is not the one in the engine's control line."""
+
+
+class PoolTooSmall(LookupFault):
+    """One engine's share of the pool cannot hold a single block."""
+
+    def __init__(self, nbytes: int, share_bytes: int, flag: str = "--kv-pool-gib"):
+        self.nbytes, self.share_bytes, self.flag = nbytes, share_bytes, flag
+        super().__init__(
+            f"a block of {nbytes:,} bytes does not fit into this engine's share of the pool, "
+            f"{share_bytes:,} bytes; raise {flag}"
+        )
 
 
 class StaleRead(LookupFault):

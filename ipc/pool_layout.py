@@ -41,6 +41,7 @@ STAMP_AT, LENGTH_AT, KEY_AT = 8, 16, 24  # in a record, behind its generation
 MAX_KEY_BYTES = RECORD - KEY_AT
 MARK = 16
 DROPPED_AT = 8  # in a mark, behind the time of last use
+WORD_MAX = (1 << 64) - 1
 
 
 class ShareSizes(NamedTuple):
@@ -60,16 +61,12 @@ class ShareGeometry(ShareSizes):
     ) -> "ShareGeometry":
         """As many pages as fit; 0 when not even one does."""
         sizes = cls(at, readers, page_bytes, layers, 0)
-        most = (share_bytes - sizes.overhead_bytes) // sizes.cost_bytes
+        most = (share_bytes - CELL_BYTES - readers * LINE) // sizes.cost_bytes
         pages = next((n for n in range(most, 0, -1) if sizes.of(n).end <= at + share_bytes), 0)
         return sizes.of(pages)
 
     def of(self, pages: int) -> "ShareGeometry":
         return ShareGeometry(*self[:4], pages)
-
-    @property
-    def overhead_bytes(self) -> int:
-        return CELL_BYTES + self.readers * LINE + PAGE
 
     @property
     def cost_bytes(self) -> int:

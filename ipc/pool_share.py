@@ -168,7 +168,7 @@ class Share:
     def _end(self, page: int) -> None:
         """Even, and another one than before: for every reader this entry is over."""
         words, at = self._shared.words, self.geometry.record(page)
-        words[at >> 3] = (words[at >> 3] + 1) & ~1 & layout_mask
+        words[at >> 3] = (words[at >> 3] + 1) & ~1 & pool_layout.WORD_MAX
 
     def _stamp(self, page: int) -> int:
         return self._shared.words[(self.geometry.record(page) + pool_layout.STAMP_AT) >> 3]
@@ -230,6 +230,3 @@ class Share:
     def _tags(self, bucket: int) -> list[int]:
         at = self.geometry.bucket(bucket) >> 3
         return self._shared.words[at : at + layout.WAYS].tolist()
-
-
-layout_mask = (1 << 64) - 1

@@ -33,7 +33,8 @@ GAUGES = (
 )  # fmt: skip
 COUNTERS = (
     "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
-    "recomputed_tokens", "pins", "leases_expired", "index_full",
+    "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits", "pool_tokens",
+    "pool_stored",
 )  # fmt: skip
 LOAD_FIELDS = GAUGES + COUNTERS
 
@@ -43,6 +44,8 @@ class EngineRecord(NamedTuple):
 
     heartbeat_ns is CLOCK_MONOTONIC of the last `set_load`, 0 before the first. Counters go on
     across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in.
+    pool_hits: requests that took blocks from the KV pool; pool_tokens: how many tokens those saved;
+    pool_stored: blocks put in.
     """
 
     slot: int
@@ -69,6 +72,9 @@ class EngineRecord(NamedTuple):
     pins: int
     leases_expired: int
     index_full: int
+    pool_hits: int
+    pool_tokens: int
+    pool_stored: int
 
 
 class RegionRecord(NamedTuple):

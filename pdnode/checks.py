@@ -109,22 +109,24 @@ def _hub_cache() -> Path:
 # ---- memory
 
 
-def default_kv_bytes(n_ranks: int) -> int:
+def default_kv_bytes(n_ranks: int, pool_bytes: int = 0) -> int:
     """KV of one rank when the user did not say: the rest of the memory is for weights and work."""
-    free = min(free_shm_bytes(), available_memory_bytes())
+    free = max(0, min(free_shm_bytes(), available_memory_bytes()) - pool_bytes)
     share = int(0.4 * free / n_ranks)
     return max(min(2 * GIB, share) // MIB * MIB, 64 * MIB)
 
 
-def shm(kv_bytes: int, n_ranks: int, index_bytes: int) -> None:
-    """Raises ConfigError when /dev/shm cannot hold the KV of all ranks and the index."""
+def shm(kv_bytes: int, n_ranks: int, index_bytes: int, pool_bytes: int = 0) -> None:
+    """Raises ConfigError when /dev/shm cannot hold the KV of all ranks, the pool and the index."""
     rest, have = index_bytes + QUEUE_BYTES, free_shm_bytes()
-    need = kv_bytes * n_ranks + rest
+    need = kv_bytes * n_ranks + pool_bytes + rest
+    pool = f", {pool_bytes / MIB:.0f} MiB of KV pool" if pool_bytes else ""
+    lower = "--kv-pool-gib or --kv-cache-memory-bytes" if pool_bytes else "--kv-cache-memory-bytes"
     if need > have:
         raise ConfigError(
             f"/dev/shm has {have / MIB:.0f} MiB free and this node needs {need / MIB:.0f} MiB "
-            f"({n_ranks} x {kv_bytes / MIB:.0f} MiB of KV and {rest / MIB:.0f} MiB for "
-            " index and queues): lower --kv-cache-memory-bytes, or enlarge it (in a "
+            f"({n_ranks} x {kv_bytes / MIB:.0f} MiB of KV{pool} and {rest / MIB:.0f} MiB for "
+            f" index and queues): lower {lower}, or enlarge it (in a "
             "container: --shm-size)"
         )
 

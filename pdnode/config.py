@@ -15,12 +15,11 @@ Parsed once, checked once, nothing is filled in later. In this order, cheap befo
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdnode import checks, default_model, flags, refusals, vllm_args
+from pdnode import checks, default_model, flags, kvpath, refusals, vllm_args
 from pdnode.assign import Assignment, Machine, assign
 from pdnode.device import CpuDevice, Device
 from pdnode.errors import ConfigError
@@ -56,6 +55,8 @@ class NodeConfig:
     host: str
     port: int
     flow: str
+    asked_kv_path: str
+    """``auto``, or the path that every pair takes."""
     strict: bool
     dry_run: bool
     index_entries: int
@@ -63,6 +64,8 @@ class NodeConfig:
     kv_cache_bytes: int
     """Of one rank, as vLLM's --kv-cache-memory-bytes; an engine has tensor_parallel_size of them.
     0 on GPUs when vLLM takes what --gpu-memory-utilization leaves."""
+    kv_pool_bytes: int
+    """Of the node, for all ranks together; 0: no pool."""
     start_timeout_s: float
     health_timeout_s: float
     drain_timeout_s: float
@@ -81,6 +84,9 @@ class NodeConfig:
     def decode(self) -> tuple[EngineSpec, ...]:
         return tuple(engine for engine in self.engines if engine.role == "decode")
 
+    def kv_path(self, owner: EngineSpec, reader: EngineSpec) -> str:
+        return kvpath.between(self.asked_kv_path, owner.device, reader.device)
+
 
 def parse(argv: Sequence[str]) -> NodeConfig:
     """Raises ConfigError; SystemExit(0) after ``--help``."""
@@ -93,7 +99,7 @@ def parse(argv: Sequence[str]) -> NodeConfig:
     own, rest = flags.split(argv)
     _flow(own)
     refusals.early(rest)
-    assignment = assign(own, _machine(cpu_build))
+    assignment = kvpath.prepared(own.kv_path, assign(own, _machine(cpu_build)))
     _early_checks(rest)
     return _build(own, rest, assignment)
 
@@ -138,6 +144,7 @@ def _early_checks(rest: Sequence[str]) -> None:
 def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> NodeConfig:
     parsed = vllm_args.parse(rest)
     refusals.late(parsed)
+    _pool(own, parsed, assignment)
     host = parsed.host or DEFAULT_HOST
     if parsed.uds is None:
         checks.port(host, parsed.port)
@@ -162,10 +169,12 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         host=host,
         port=parsed.port,
         flow=own.flow,
+        asked_kv_path=own.kv_path,
         strict=own.strict,
         dry_run=own.dry_run,
         index_entries=own.index_entries,
         kv_cache_bytes=kv_bytes,
+        kv_pool_bytes=own.kv_pool_gib * checks.GIB,
         start_timeout_s=own.start_timeout,
         health_timeout_s=own.health_timeout,
         drain_timeout_s=own.drain_timeout,
@@ -174,7 +183,7 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         warnings=(
             *assignment.warnings,
             *_environment_warnings(on_cpu),
-            *_staged_paths(engines, own.strict),
+            *kvpath.warnings(own.kv_path, engines, own.strict),
         ),
         not_checked=(*assignment.not_checked, *filter(None, [model_note])),
     )
@@ -198,22 +207,23 @@ def _engine(
     return EngineSpec(f"{role}-{i}", slot, role, device, tp, (*serve_args, *tp_args))
 
 
-def _staged_paths(engines: Sequence[EngineSpec], strict: bool) -> list[str]:
-    """A slow path is never taken in silence: a warning, or with --strict a refusal."""
-    slow = [
-        f"{p.engine_id} to {d.engine_id}"
-        for p, d in itertools.product(engines, engines)
-        if (p.role, d.role) == ("prefill", "decode") and p.device.kv_path_to(d.device) == "staged"
-    ]
-    if not slow:
-        return []
-    text = f"no peer access from {', '.join(slow)}: KV is staged through host memory"
-    if strict:
-        raise ConfigError(f"--strict: {text}; name other GPUs or leave --strict out")
-    return [text]
-
-
 # ---- memory
+
+
+def _pool(own: argparse.Namespace, parsed: argparse.Namespace, assignment: Assignment) -> None:
+    """Raises ConfigError for a pool that could not serve these engines."""
+    if not own.kv_pool_gib:
+        return
+    asked = f"--kv-pool-gib {own.kv_pool_gib}"
+    if assignment.prefill[0].kind != "cpu":
+        raise ConfigError(f"{asked} is for CPU engines so far: leave it out")
+    if own.prefill_tp != own.decode_tp:
+        raise ConfigError(
+            f"{asked} needs blocks of one kind: --prefill-tp {own.prefill_tp} and --decode-tp "
+            f"{own.decode_tp} must be equal"
+        )
+    if parsed.enable_prefix_caching is False:
+        raise ConfigError(f"{asked} is a prefix cache: leave --no-enable-prefix-caching out")
 
 
 def _memory(
@@ -223,8 +233,11 @@ def _memory(
     devices = assignment.prefill + assignment.decode
     n_ranks = sum(len(device.rank_cores) for device in devices if isinstance(device, CpuDevice))
     asked = _asked_kv_bytes(parsed)
-    kv_bytes = asked or checks.default_kv_bytes(n_ranks)
-    checks.shm(kv_bytes, n_ranks, checks.index_bytes(own.index_entries, len(devices) + 1))
+    pool_bytes = own.kv_pool_gib * checks.GIB
+    kv_bytes = asked or checks.default_kv_bytes(n_ranks, pool_bytes)
+    index_bytes = checks.index_bytes(own.index_entries, len(devices) + 1)
+    pipe_bytes = kvpath.pipe_bytes(own.kv_path, assignment.prefill, assignment.decode)
+    checks.shm(kv_bytes, n_ranks, index_bytes + pipe_bytes, pool_bytes)
     return kv_bytes, [] if asked else ["--kv-cache-memory-bytes", str(kv_bytes)]
 
 

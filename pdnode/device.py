@@ -5,6 +5,7 @@ The node builds CPU and GPU engines by the same code; what differs is answered h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,12 +18,18 @@ class CpuDevice:
     """Cores of one CPU engine, one tuple per tensor parallel rank."""
 
     rank_cores: tuple[tuple[int, ...], ...]
+    driver_folder: str = ""
+    """Tests only: where a stand-in for NVIDIA's driver library is."""
     kind: ClassVar[str] = "cpu"
     checked: ClassVar[bool] = True
 
     def env(self) -> dict[str, str]:
         # "auto" would give every engine all cores: it does not know of the other engines.
-        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(format_ids, self.rank_cores))}
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(format_ids, self.rank_cores))}
+        if self.driver_folder:
+            folders = [self.driver_folder, os.environ.get("LD_LIBRARY_PATH", "")]
+            env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
+        return env
 
     def describe(self) -> str:
         cores = " | ".join(map(format_ids, self.rank_cores))

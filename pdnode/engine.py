@@ -27,7 +27,7 @@ import psutil
 from ipc.segment import sweep
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
-from pdnode.reaper import private_segments
+from pdnode.reaper import private_segments, record_segments, unlink_all
 from pdnode.vllm_compat import (
     KVTransferConfig,
     VllmConfig,
@@ -124,6 +124,7 @@ class Engine:
         self._log_stats = log_stats
         self._manager = None
         self._private_segments: set[Path] = set()
+        self.worker_pids: list[int] = []
         self.requests = 0
         self.queued_tokens = 0
 
@@ -147,17 +148,13 @@ class Engine:
         }
         try:
             with contextlib.ExitStack() as stack:
-                with child_surroundings(self.spec.device.env(), self.log_path):
-                    self._manager = stack.enter_context(
-                        spawn_engine_core(
-                            self.vllm_config, **addresses, log_stats=self._log_stats
-                        )
-                    )
+                self._manager = self._spawn(stack, addresses)
             self.client = connect_engine_core(
                 self.vllm_config, **addresses, log_stats=self._log_stats
             )
         except (RuntimeError, TimeoutError) as error:
             self.state = EngineState.FAILED
+            self.kill()
             raise EngineFailed(
                 f"{self.engine_id} ended while it started ({error}); its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
@@ -166,7 +163,14 @@ class Engine:
         self._private_segments = set[Path]().union(
             *(private_segments(process.pid) for process in self.processes())
         )
+        record_segments(self._run_dir, self.engine_id, self._private_segments)
         self.state = EngineState.READY
+
+    def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
+        """The process exists when this returns; leaving ``stack`` waits until it has started."""
+        with child_surroundings(self.spec.device.env(), self.log_path):
+            core = spawn_engine_core(self.vllm_config, **addresses, log_stats=self._log_stats)
+            return stack.enter_context(core)
 
     def _config_for_this_boot(self) -> VllmConfig:
         config = copy.deepcopy(self._template)
@@ -209,8 +213,7 @@ class Engine:
         self._close_client()
         prefix = f"{self._settings.segment_prefix}.{self.boot_id:016x}"
         sweep(prefix, keep=lambda name: False)
-        for path in self._private_segments:
-            path.unlink(missing_ok=True)
+        unlink_all(self._private_segments)
 
     def _close_client(self) -> None:
         client = self.__dict__.pop("client", None)
@@ -218,8 +221,6 @@ class Engine:
             client.shutdown()
 
     # --- facts ------------------------------------------------------------------------------------
-
-    worker_pids: list[int] = []
 
     @property
     def pid(self) -> int | None:

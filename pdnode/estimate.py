@@ -1,9 +1,9 @@
 """What a request would cost where, in milliseconds. Pure functions of measured constants.
 
 The model of an engine: a pass costs a fixed time, a little for every running stream, and for every
-prompt token in it a time that grows with the tokens before it (attention is quadratic). A prompt of
-many tokens takes several passes of at most ``chunk_tokens``; every stream on that engine waits for
-the prompt tokens in its pass. :class:`Estimator` measures the constants; the functions only use them.
+prompt token in it a time that grows with the tokens before it (attention is quadratic). A prompt
+takes passes of at most ``chunk_tokens``; every stream on that engine waits for the prompt tokens in
+its pass. :class:`Estimator` measures the constants; the functions only use them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ MIN_OBSERVATIONS = 3
 REFIT_EVERY = 32
 RECENT = 255
 PER_BUCKET = 15
+MEMORY = 0.99
+"""What an older report of evictions still counts when the next one comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,16 @@ class Constants:
     """From the front end to an engine and back, per leg, without any work."""
     output_tokens: float = 128.0
     """A usual answer: ``max_tokens`` is only a limit."""
+    evicted_returns: float = 0.0
+    """Of the tokens that caches had to drop, the share that was computed again later."""
     chunk_tokens: int = 2048
     copy_in_step: bool = True
     """The hand-off's copy is part of an engine step, so that running streams wait for it."""
 
 
 class Estimates(NamedTuple):
-    """Why a plan was chosen. ``stall_ms``: added to all other running streams, summed over them."""
+    """Why a plan was chosen. ``stall_ms``: added to all other running streams, summed over them.
+    ``evict_ms``: of computing again what this request's KV pushes out of caches."""
 
     new_tokens: int
     wait_ms: float
@@ -50,12 +55,13 @@ class Estimates(NamedTuple):
     handoff_ms: float
     decode_ms: float
     stall_ms: float
+    evict_ms: float
     other_ms: float | None = None
-    """The total of the best plan of the other kind (split or on one engine); None: not looked at."""
+    """The total of the best plan of the other kind (split, or one engine); None: none looked at."""
 
     @property
     def total_ms(self) -> float:
-        return sum(self[1:6])
+        return sum(self[1:7])
 
 
 def compute_ms(c: Constants, new: int, cached: int) -> float:
@@ -89,6 +95,11 @@ def handoff_ms(c: Constants, tokens: int) -> float:
     return c.handoff_ms + c.handoff_ms_per_token * tokens if tokens else 0.0
 
 
+def evict_ms(c: Constants, brought: int) -> float:
+    """What ``brought`` tokens of KV that an engine did not hold cost whoever wants what they replace."""
+    return brought * c.evicted_returns * c.prefill_ms_per_token
+
+
 def step_ms(c: Constants, streams: int) -> float:
     return c.decode_step_ms + c.decode_step_ms_per_stream * streams
 
@@ -97,11 +108,36 @@ def output_tokens(c: Constants, max_tokens: int) -> float:
     return min(float(max_tokens), c.output_tokens)
 
 
+class Backlog:
+    """The prefill work an engine has been sent, in estimated milliseconds, as it is worked off.
+
+    The front end hears only of answers. Between two of them the engine has worked for the time that
+    passed, but on no more than what is there.
+    """
+
+    __slots__ = ("_since_ms", "_sum_ms")
+
+    def __init__(self) -> None:
+        self._sum_ms = self._since_ms = 0.0
+
+    def sent(self, ms: float, now_ms: float) -> None:
+        if self._sum_ms <= 0:
+            self._since_ms = now_ms
+        self._sum_ms += ms
+
+    def answered(self, ms: float, now_ms: float) -> None:
+        """Or given up."""
+        self._sum_ms, self._since_ms = max(0.0, self._sum_ms - ms), now_ms
+
+    def left_ms(self, now_ms: float) -> float:
+        return max(0.0, self._sum_ms - max(0.0, now_ms - self._since_ms))
+
+
 class RobustFit:
     """``y = coefficients . x``, none negative, from the medians of buckets of like x.
 
     A bucket is a power of two per feature and keeps its last ``PER_BUCKET`` observations: outliers
-    fall out with the median, old truths with the length, and rare sizes count as much as usual ones.
+    fall out with the median, old truths with the length, and rare sizes count like usual ones.
     """
 
     def __init__(self) -> None:
@@ -123,7 +159,7 @@ class RobustFit:
 
 
 def _non_negative(rows: list[list[float]], features: int) -> list[float]:
-    """Least squares for ``row . coefficients = 1``; features that would be negative are left out."""
+    """Least squares for ``row . coefficients = 1``; features that come out negative are dropped."""
     scale = [max(row[i] for row in rows) or 1.0 for i in range(features)]
     active = list(range(features))
     while active:
@@ -142,7 +178,10 @@ def _non_negative(rows: list[list[float]], features: int) -> list[float]:
 def _least_squares(rows: list[list[float]]) -> list[float] | None:
     """For targets of 1, by the normal equations; None when they have no one solution."""
     n = len(rows[0])
-    a = [[sum(r[i] * r[j] for r in rows) for j in range(n)] + [sum(r[i] for r in rows)] for i in range(n)]
+    a = [
+        [sum(r[i] * r[j] for r in rows) for j in range(n)] + [sum(r[i] for r in rows)]
+        for i in range(n)
+    ]
     for i in range(n):
         pivot = max(range(i, n), key=lambda k: abs(a[k][i]))
         a[i], a[pivot] = a[pivot], a[i]
@@ -172,6 +211,7 @@ class Estimator:
         self._handoff = RobustFit()
         self._front: deque[float] = deque(maxlen=RECENT)
         self._output: deque[int] = deque(maxlen=RECENT)
+        self._evicted = self._recomputed = 0.0
         self._constants = initial
         self._until_refit = 0
 
@@ -191,6 +231,11 @@ class Estimator:
     def observe_front(self, ms: float) -> None:
         self._front.append(ms)
 
+    def observe_evictions(self, evicted_tokens: int, recomputed_tokens: int) -> None:
+        """Since the last call, node-wide: dropped by caches, and computed although once held."""
+        self._evicted = self._evicted * MEMORY + evicted_tokens
+        self._recomputed = self._recomputed * MEMORY + recomputed_tokens
+
     def observe_output(self, tokens: int) -> None:
         self._output.append(tokens)
 
@@ -209,19 +254,25 @@ class Estimator:
             return None
         return replace(
             self._constants or self._nothing_known(),
-            **self._fitted(self._prefill, "prefill_pass_ms", "prefill_ms_per_token",
-                           "prefill_ms_per_token_context"),
+            **self._fitted(
+                self._prefill,
+                "prefill_pass_ms",
+                "prefill_ms_per_token",
+                "prefill_ms_per_token_context",
+            ),
             **self._fitted(self._decode, "decode_step_ms", "decode_step_ms_per_stream"),
             **self._fitted(self._handoff, "handoff_ms", "handoff_ms_per_token"),
             **({"front_ms": median(self._front)} if self._front else {}),
             **({"output_tokens": fmean(self._output)} if self._output else {}),
+            **({"evicted_returns": self._returns()} if self._evicted else {}),
         )
+
+    def _returns(self) -> float:
+        return min(1.0, self._recomputed / self._evicted)
 
     def _nothing_known(self) -> Constants:
         zeros = (0.0,) * 8
-        return Constants(
-            *zeros, chunk_tokens=self._chunk_tokens, copy_in_step=self._copy_in_step
-        )
+        return Constants(*zeros, chunk_tokens=self._chunk_tokens, copy_in_step=self._copy_in_step)
 
     @staticmethod
     def _fitted(fit: RobustFit, *names: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from pdnode.errors import ConfigError
 
 FLOWS = ("prefill-first", "decode-first")
+KV_PATHS = ("auto", "shm", "staged", "cuda-ipc")
 CPU_LISTS = ("prefill_cpus", "decode_cpus")
 GPU_LISTS = ("prefill_gpus", "decode_gpus")
 
@@ -36,6 +37,7 @@ def _number(kind: type, lowest: float) -> Callable[[str], float]:
 
 
 COUNT = _number(int, 1)
+SIZE = _number(int, 0)
 SECONDS = _number(float, 0.1)
 
 
@@ -50,6 +52,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="when decode starts to pull KV: after prefill (default), or with it",
     )
     group.add_argument(
+        "--kv-path",
+        choices=KV_PATHS,
+        default=KV_PATHS[0],
+        help="how KV gets from engine to engine (default: the fastest that the devices allow)",
+    )
+    group.add_argument(
         "--strict",
         action="store_true",
         help="refuse what would silently be slower: staged KV paths, recomputed KV",
@@ -61,6 +69,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default=4096,
         metavar="N",
         help="requests an engine can offer at once in the shared index (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-pool-gib",
+        type=SIZE,
+        default=0,
+        metavar="N",
+        help="shared memory in which prompts' KV outlives its engine, for all engines to take "
+        "instead of computing it (default: 0, off)",
     )
     _add_budgets(group)
 

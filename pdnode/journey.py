@@ -104,7 +104,8 @@ class Journey:
         return self._copy(leg, self.request.sampling_params)
 
     def prefill_request(self) -> EngineCoreRequest:
-        assert self.plan.prefill is not None and self.request.prompt_token_ids is not None
+        assert self.plan.prefill is not None
+        assert self.request.prompt_token_ids is not None
         self.stage = Stage.PREFILL
         leg = self._next_leg(self.plan.prefill, "p", len(self.request.prompt_token_ids))
         return self._copy(leg, self._prefill_params(), do_remote_decode=True)
@@ -123,7 +124,8 @@ class Journey:
         """What is left after the prompt and the tokens the client has."""
         self.stage = Stage.DECODE
         params = copy.copy(self.request.sampling_params)
-        assert params is not None and self.request.prompt_token_ids is not None
+        assert params is not None
+        assert self.request.prompt_token_ids is not None
         prompt = self.request.prompt_token_ids
         if self.needs_history:
             self._replay(params)
@@ -228,4 +230,6 @@ class Journey:
 
 def error_output(request_id: str) -> EngineCoreOutput:
     """Ends a request for the client as vLLM ends one whose engine failed: status 500."""
-    return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
+    return EngineCoreOutput(
+        request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
+    )

@@ -16,7 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ipc.index import Index
-from pdnode import fingerprint, rundir, selftest, status, vllm_args
+from ipc.pool import Pool
+from pdnode import fingerprint, http_routes, rundir, selftest, vllm_args
 from pdnode.config import NodeConfig
 from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
@@ -31,8 +32,11 @@ from pdnode.vllm_compat import build_async_llm, engine_config, open_listen_socke
 if TYPE_CHECKING:
     import socket
 
+    from ipc.segment import Segment
+
 STOP_ENGINE_S = 5.0
 """From TERM to KILL for an engine that has nothing left to finish."""
+
 
 class Node:
     def __init__(self, config: NodeConfig) -> None:
@@ -49,11 +53,18 @@ class Node:
         self.progress = Progress()
         self.index: Index = None
         self.acks: Index = None
+        self.pools: list[Segment] = []
         self.client: SplitClient
         self._run_dir: rundir.RunDir
         self._stop = asyncio.Event()
         self.http_server: Any = None
         self.supervisor: Supervisor | None = None
+
+    @property
+    def api_keys(self) -> list[str]:
+        """As vLLM reads them: the flag, else the variable."""
+        given = self.config.frontend_args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+        return [key for key in given if key]
 
     # --- up ---------------------------------------------------------------------------------------
 
@@ -63,7 +74,7 @@ class Node:
         for warning in self.config.warnings:
             self.progress.line(f"warning: {warning}")
         args = self.config.frontend_args
-        args.middleware = [*args.middleware, status.MIDDLEWARE]
+        args.middleware = [*args.middleware, http_routes.MIDDLEWARE]
         address, sock = self._listen()
         self._run_dir = rundir.RunDir(self.boot_id)
         try:
@@ -100,6 +111,7 @@ class Node:
             entries_per_engine=config.index_entries,
             node_boot_id=int(self.boot_id, 16),
         )
+        self.pools = await asyncio.to_thread(self._make_pools)
         # The node writes control lines as itself, and acknowledges hand-offs that ended without a
         # reader from a slot of its own behind the engines'.
         self.acks = Index.attach(self.index.name, me=len(config.engines))
@@ -128,6 +140,22 @@ class Node:
         await llm.reset_mm_cache()
         return llm
 
+    @property
+    def _pool_name(self) -> str:
+        return f"{self._run_dir.segment_prefix}.pool" if self.config.kv_pool_bytes else ""
+
+    def _make_pools(self) -> list[Segment]:
+        """One a rank. The run directory unlinks them at the end: they outlive every engine."""
+        ranks = self.config.engines[0].tensor_parallel_size if self._pool_name else 0
+        return [
+            Pool.create(
+                f"{self._pool_name}{rank}",
+                self.config.kv_pool_bytes // ranks,
+                shares=len(self.config.engines),
+            )
+            for rank in range(ranks)
+        ]
+
     def _build_engines(self) -> list[Engine]:
         engines = []
         for spec in self.config.engines:
@@ -144,6 +172,11 @@ class Node:
                 boot_id=0,
                 lease_s=self.config.lease_s,
                 fingerprint=fingerprint.of(template),
+                kv_paths=tuple(self.config.kv_path(owner, spec) for owner in self.config.engines),
+                kv_served=tuple(
+                    {self.config.kv_path(spec, reader): None for reader in self.config.engines}
+                ),
+                pool_name=self._pool_name,
             )
             engines.append(
                 Engine(
@@ -191,7 +224,7 @@ class Node:
         for prefill in roles["prefill"]:
             for decode in roles["decode"]:
                 result = await selftest.test_pair(self, prefill, decode, 120.0)
-                kind = prefill.spec.device.kv_path_to(decode.spec.device)
+                kind = self.config.kv_path(prefill.spec, decode.spec)
                 self.paths.append(
                     {
                         "from": prefill.engine_id,
@@ -265,9 +298,9 @@ class Node:
         await asyncio.gather(
             *(asyncio.to_thread(engine.stop, STOP_ENGINE_S) for engine in self.engines)
         )
-        for index in (self.acks, self.index):
-            if index is not None:
-                index.close()
+        for shared in (self.acks, self.index, *self.pools):
+            if shared is not None:
+                shared.close()
         self._run_dir.close()
 
 
@@ -277,6 +310,9 @@ def run(config: NodeConfig) -> int:
 
     # Engines are started from threads of a process that has a loop and sockets: forking it is unsafe.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if config.kv_pool_bytes:
+        # vLLM's block hashes start from this. Left out, some algorithms draw a seed per process.
+        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
     for name in rundir.sweep_dead():
         print(f"pdnode: removed what the dead node {name} left behind", file=sys.stderr)
 

@@ -15,9 +15,8 @@ P and D of a split are chosen apart: what P costs does not depend on D, nor the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from pdnode import estimate
 from pdnode.estimate import Constants, Estimates
@@ -52,8 +51,10 @@ class Facts:
     token1_field: str = ""
     whole: str = ""
     """Why the request cannot be split whatever the load ("" when it can)."""
-    cached: Mapping[int, int] = MappingProxyType({})
-    """slot -> tokens of this prompt whose KV that engine holds, or will by the time it gets there."""
+    cached: Mapping[int, int] = field(default_factory=dict)
+    """slot -> tokens of this prompt whose KV that engine holds, or will when it gets there."""
+    readable: Mapping[int, int] = field(default_factory=dict)
+    """slot -> tokens of this prompt whose KV a peer can copy from that engine now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,9 @@ def place(facts: Facts, view: NodeView) -> Plan | Decline:
     if reason:
         return _on_its_side(facts, view, reason, prefills, decodes)
     prefills = _by_policy(prefills, view.config.prefill_policy, view.turn, least_queued)
-    decodes = _by_policy(_with_room(facts, decodes), view.config.decode_policy, view.turn, least_busy)
+    decodes = _by_policy(
+        _with_room(facts, decodes), view.config.decode_policy, view.turn, least_busy
+    )
     if not all(e.constants for e in (*prefills, *decodes)):
         p, d = least_queued(prefills), least_busy(decodes)
         return Plan(p.slot, d.slot, facts.token1, "split_unmeasured")
@@ -155,12 +158,10 @@ def least_busy(engines: Iterable[EngineView]) -> EngineView:
     return min(engines, key=lambda e: (e.requests, e.queued_tokens, e.slot))
 
 
-# --- one engine ------------------------------------------------------------------------------------
+# --- one engine -----------------------------------------------------------------------------------
 
 
-def _on_its_side(
-    facts: Facts, view: NodeView, reason: str, prefills: list, decodes: list
-) -> Plan:
+def _on_its_side(facts: Facts, view: NodeView, reason: str, prefills: list, decodes: list) -> Plan:
     # A short prompt disturbs nobody's stream, so it may run where it will decode; work that is
     # all prompt (scoring, pooling, one token) belongs where prompts belong.
     all_prompt = facts.max_tokens <= 1 or facts.whole or facts.token1 is Token1.SINGLE
@@ -175,7 +176,7 @@ def _on_one(
     engines = _by_policy(_with_room(facts, engines), policy, view.turn, least_queued)
     if not all(e.constants for e in engines):
         return Plan(None, least_queued(engines).slot, Token1.FORWARD, reason)
-    return _whole(facts, view, engines).plan(reason)
+    return _whole(facts, view, engines, reason)
 
 
 def _missing_side(prefills: list[EngineView], decodes: list[EngineView]) -> str:
@@ -184,7 +185,7 @@ def _missing_side(prefills: list[EngineView], decodes: list[EngineView]) -> str:
     return "" if decodes else "no_decode_engine"
 
 
-# --- candidates ------------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------
 
 
 def _by_policy(engines: list[EngineView], policy: Policy, turn: int, least) -> list[EngineView]:
@@ -210,26 +211,41 @@ def _output(facts: Facts, e: EngineView) -> float:
     return estimate.output_tokens(e.constants, facts.max_tokens)
 
 
-# --- milliseconds ----------------------------------------------------------------------------------
+# --- milliseconds ---------------------------------------------------------------------------------
+
+
+class _Leg(NamedTuple):
+    """A part of the request on one engine. Compares by cost, then by slot."""
+
+    total_ms: float
+    slot: int
+    estimates: Estimates
+    prefix_from: int | None = None
 
 
 def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Plan:
-    prompt = min((_prompt(facts, view, e) for e in prefills), key=_prompt_total_ms)
-    rest = min((_rest(facts, e) for e in decodes), key=_rest_total_ms)
+    donor = _donor(facts, view)
+    prompt = min(_prompt(facts, e, donor) for e in prefills)
+    rest = min(_rest(facts, e, copy=True) for e in decodes)
+    estimates = _sum(prompt.estimates, rest.estimates)
     split = Plan(
-        prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from,
-        Estimates(
-            prompt.new_tokens, prompt.wait_ms + rest.wait_ms, prompt.prefill_ms, rest.handoff_ms,
-            rest.decode_ms, prompt.stall_ms + rest.stall_ms,
-        ),
-    )  # fmt: skip
+        prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
+    )
     if view.config.split == "always":
         return split
-    return _lesser(split, _least_whole(facts, view, decodes, "whole_faster"), facts, view)
+    return _lesser(split, _whole(facts, view, decodes, "whole_faster"), facts, view)
+
+
+def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str) -> Plan:
+    """All of the request on the one of ``engines`` where that costs least."""
+    donor = _donor(facts, view)
+    best = min(_both(_prompt(facts, e, donor), _rest(facts, e, copy=False)) for e in engines)
+    return Plan(None, best.slot, Token1.FORWARD, reason, best.prefix_from, best.estimates)
 
 
 def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:
-    assert split.estimates is not None and whole.estimates is not None
+    assert split.estimates is not None
+    assert whole.estimates is not None
     split_ms, whole_ms = split.estimates.total_ms, whole.estimates.total_ms
     if split_ms < whole_ms:
         estimates = split.estimates._replace(other_ms=whole_ms)
@@ -246,11 +262,70 @@ def _why_not_split(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> st
     return "whole_faster"
 
 
-def _least_whole(facts: Facts, view: NodeView, engines: list, reason: str) -> Plan:
-    """All of the request on the one of ``engines`` where that costs least."""
-    prompts = (_prompt(facts, view, e) for e in engines)
-    total_ms, prompt, rest = min(
-        ((_prompt_total_ms(p) + _rest_total_ms(r), p, r) for p, r in
-         ((p, _rest(facts, e, whole=True)) for p, e in zip(prompts, engines, strict=True))),
-    )  # fmt: skip
-    return Plan()
+def _prompt(facts: Facts, e: EngineView, donor: tuple[int, int] | None) -> _Leg:
+    """The prompt up to token 1 on ``e``, which may first copy what ``donor`` holds and it lacks."""
+    # An engine computes at least the last token: sampling needs its logits.
+    cached = min(facts.cached.get(e.slot, 0), facts.prompt_tokens - 1)
+    own = _compute(facts, e, cached, copied=0)
+    if donor is None or donor[1] <= cached:
+        return own
+    shared = _compute(facts, e, donor[1], copied=donor[1] - cached)
+    return shared._replace(prefix_from=donor[0]) if shared.total_ms < own.total_ms else own
+
+
+def _compute(facts: Facts, e: EngineView, cached: int, copied: int) -> _Leg:
+    """What lies beyond ``cached`` tokens, ``copied`` of which come from a peer."""
+    c, streams = e.constants, _streams(e)
+    wait_ms, copy_ms = _wait_ms(e, streams), estimate.handoff_ms(c, copied)
+    new = facts.prompt_tokens - cached
+    ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
+    stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)
+    evict = estimate.evict_ms(c, new + copied)
+    estimates = Estimates(new, wait_ms, ms, 0.0, 0.0, stall, evict)
+    return _Leg(wait_ms + ms + stall + evict, e.slot, estimates)
+
+
+def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
+    """Every token after token 1 on ``e``; ``copy``: the prompt's KV comes from elsewhere."""
+    c, streams = e.constants, _streams(e)
+    tokens = estimate.output_tokens(c, facts.max_tokens)
+    decode_ms = tokens * estimate.step_ms(c, streams + 1)
+    stall = tokens * c.decode_step_ms_per_stream * streams
+    wait_ms = handoff_ms = evict = 0.0
+    if copy:
+        lacking = facts.prompt_tokens - facts.cached.get(e.slot, 0)
+        copy_ms = estimate.handoff_ms(c, lacking)
+        wait_ms, handoff_ms = _wait_ms(e, streams), c.front_ms + copy_ms
+        stall += copy_ms * streams * c.copy_in_step
+        evict = estimate.evict_ms(c, lacking)
+    estimates = Estimates(0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict)
+    return _Leg(wait_ms + handoff_ms + decode_ms + stall + evict, e.slot, estimates)
+
+
+def _both(a: _Leg, b: _Leg) -> _Leg:
+    total_ms = a.total_ms + b.total_ms
+    return _Leg(total_ms, a.slot, _sum(a.estimates, b.estimates), a.prefix_from)
+
+
+def _sum(a: Estimates, b: Estimates) -> Estimates:
+    return Estimates(*(x + y for x, y in zip(a[:7], b[:7], strict=True)))
+
+
+def _streams(e: EngineView) -> int:
+    if e.streams is not None:
+        return e.streams
+    return e.requests if e.role == DECODE else 0
+
+
+def _wait_ms(e: EngineView, streams: int) -> float:
+    if e.queued_ms is not None:
+        return e.queued_ms
+    return estimate.queue_ms(e.constants, e.queued_tokens, streams)
+
+
+def _donor(facts: Facts, view: NodeView) -> tuple[int, int] | None:
+    """(slot, tokens) of the longest prefix that could be copied, if that is to be done at all."""
+    if not view.config.share_prefixes or not facts.readable:
+        return None
+    slot, tokens = max(facts.readable.items(), key=lambda held: (held[1], -held[0]))
+    return slot, min(tokens, facts.prompt_tokens - 1)

@@ -64,7 +64,7 @@ def _engines(config: NodeConfig) -> Iterator[tuple[str, ...]]:
 
 def _paths(config: NodeConfig) -> Iterator[tuple[str, ...]]:
     for p, d in itertools.product(config.prefill, config.decode):
-        yield p.engine_id, d.engine_id, p.device.kv_path_to(d.device), p.device.link_to(d.device)
+        yield p.engine_id, d.engine_id, config.kv_path(p, d), p.device.link_to(d.device)
 
 
 def _common_args(config: NodeConfig) -> Sequence[str]:

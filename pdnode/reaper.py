@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "PDNODE_BOOT_ID"
@@ -47,10 +48,29 @@ def kill_marked(boot_id: str) -> list[int]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    for path in segments:
+    unlink_all(segments)
+    return pids
+
+
+def unlink_all(paths: Iterable[Path]) -> None:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-    return pids
+
+
+SEGMENTS_SUFFIX = ".segments"
+
+
+def record_segments(run_dir: Path, name: str, paths: Iterable[Path]) -> None:
+    """For the day these processes are gone before anybody could look at their maps."""
+    Path(run_dir, name + SEGMENTS_SUFFIX).write_text("\n".join(map(str, paths)))
+
+
+def recorded_segments(run_dir: Path) -> set[Path]:
+    found: set[Path] = set()
+    for path in run_dir.glob(f"*{SEGMENTS_SUFFIX}"):
+        found |= {Path(line) for line in path.read_text().splitlines() if line}
+    return found
 
 
 def private_segments(pid: int) -> set[Path]:
@@ -83,7 +103,9 @@ def main(argv: list[str]) -> int:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.poll()
+    segments = recorded_segments(run_dir)
     left = kill_marked(boot_id)
+    unlink_all(segments)
     remove_leftovers(run_dir, segment_prefix)
     return 1 if left else 0
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from ipc.index import Index
 from pdnode import token1
+from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.engine import Engine, EngineState
 from pdnode.fanout import FanOut
-from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.journey import KV_PARAMS, Journey, Source, Stage, error_output
 from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.vllm_compat import (
@@ -52,6 +52,8 @@ class Resources:
 class Counters:
     requests: int = 0
     handoffs: int = 0
+    handoffs_by_pair: Counter = field(default_factory=Counter)
+    """By (slot of the prefill engine, slot of the decode engine)."""
     single_engine: int = 0
     single_engine_reasons: Counter = field(default_factory=Counter)
     recomputed_prompt_tokens: int = 0
@@ -283,6 +285,7 @@ class SplitClient(FanOut):
         """False: the request must end, because --strict allows no silent second prefill."""
         if not recomputed:
             self.counters.handoffs += 1
+            self.counters.handoffs_by_pair[journey.plan.prefill, journey.plan.decode] += 1
             return True
         self.counters.recomputed_prompt_tokens += recomputed
         logger.warning(
@@ -353,7 +356,9 @@ class SplitClient(FanOut):
                 continue
             self.counters.resumes += 1
             journey.plan = chosen
-            await self._send(journey, journey.resume_request() if journey.leg else journey.first_request())
+            await self._send(
+                journey, journey.resume_request() if journey.leg else journey.first_request()
+            )
 
     async def no_engine_left(self) -> None:
         """No engine will come back: end what waits for one, and tell vLLM's front end."""

@@ -1,4 +1,4 @@
-"""The node's own routes, and the one place that says what the node looks like from outside.
+"""The one place that says what the node looks like from outside.
 
 ``GET /pd/status`` is a contract: field names here are read by other people's checks.
 """
@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 if TYPE_CHECKING:
     from pdnode.node import Node
-
-MIDDLEWARE = "pdnode.status.PdRoutes"
-"""Import path for vLLM's ``--middleware``: the hook that brings our routes into its server."""
 
 
 def node_status(node: Node) -> dict[str, Any]:
@@ -42,7 +36,7 @@ def node_status(node: Node) -> dict[str, Any]:
             }
             for engine, load in zip(node.engines, loads, strict=True)
         ],
-        "paths": node.paths,
+        "paths": _paths(node),
         "counters": {
             "requests": counters.requests,
             "handoffs": counters.handoffs,
@@ -54,6 +48,9 @@ def node_status(node: Node) -> dict[str, Any]:
             + sum(load.recomputed_tokens for load in loads),
             "load_failures": sum(load.load_failures for load in loads),
             "leases_expired": sum(load.leases_expired for load in loads),
+            "pool_hits": sum(load.pool_hits for load in loads),
+            "pool_tokens": sum(load.pool_tokens for load in loads),
+            "pool_stored": sum(load.pool_stored for load in loads),
             "resumes": counters.resumes,
             "resume_recomputed_tokens": counters.resume_recomputed_tokens,
             "failed": counters.failed,
@@ -61,45 +58,10 @@ def node_status(node: Node) -> dict[str, Any]:
     }
 
 
-class PdRoutes:
-    """ASGI middleware in vLLM's app: answers ``/pd...`` and refuses new work while draining."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "lifespan"):
-            await self._app(scope, receive, send)
-            return
-        state = scope["app"].state
-        node: Node = state.engine_client.engine_core.node
-        if scope["type"] == "lifespan":
-            # vLLM puts its uvicorn server here before it starts it: our handle to end it.
-            node.http_server = state.server
-            await self._app(scope, receive, send)
-            return
-        response = self._answer(node, scope)
-        if response is None:
-            await self._app(scope, receive, send)
-        else:
-            await response(scope, receive, send)
-
-    def _answer(self, node: Node, scope: Scope) -> JSONResponse | None:
-        path, method = scope["path"], scope["method"]
-        if path == "/pd/status" and method == "GET":
-            return JSONResponse(node_status(node))
-        if method == "POST" and path.startswith("/v1/") and node.draining:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": "The node is stopping: running requests finish, new ones are "
-                        "not taken.",
-                        "type": "service_unavailable",
-                        "param": None,
-                        "code": 503,
-                    }
-                },
-                status_code=503,
-                headers={"Retry-After": "30"},
-            )
-        return None
+def _paths(node: Node) -> list[dict[str, Any]]:
+    """``gb_per_s``: of the self-test's copy. ``handoffs``: requests that took this way since."""
+    slots = {engine.engine_id: engine.slot for engine in node.engines}
+    by_pair = node.client.counters.handoffs_by_pair
+    return [
+        {**path, "handoffs": by_pair[slots[path["from"]], slots[path["to"]]]} for path in node.paths
+    ]

@@ -1,8 +1,8 @@
 """Keeps engines alive: sees a death or a hang, moves the requests, starts the engine again.
 
-    READY --process ends-----------> DEAD --back-off--> STARTING ... READY
-    READY --no step in the budget--> DEAD (killed first)
-    DEAD  --too many deaths--------> FAILED: stays down, the others go on serving
+READY --process ends-----------> DEAD --back-off--> STARTING ... READY
+READY --no step in the budget--> DEAD (killed first)
+DEAD  --too many deaths--------> FAILED: stays down, the others go on serving
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ class Supervisor:
             for engine in self._engines:
                 if engine.state is EngineState.READY and self._hangs(engine):
                     self._died(
-                        engine, f"no step for --health-timeout {self._config.health_timeout_s:.0f} s"
+                        engine,
+                        f"no step for --health-timeout {self._config.health_timeout_s:.0f} s",
                     )
 
     def _hangs(self, engine: Engine) -> bool:

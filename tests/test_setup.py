@@ -44,7 +44,7 @@ def wanted(*extras: str) -> list[Requirement]:
     return [Requirement(text) for text in texts]
 
 
-# --- the lock ---------------------------------------------------------------------------------------
+# --- the lock ------------------------------------------------------------------------------------
 
 
 def test_lock_has_one_exact_version_per_line_and_no_address():
@@ -76,12 +76,7 @@ def test_installed_packages_are_the_locked_ones():
     assert different == {}
 
 
-def test_transformers_imports_beside_this_torch():
-    check = "import transformers.models.llama, transformers.models.auto.modeling_auto"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=CONVERSION_BUDGET_S)
-
-
-# --- the default model ------------------------------------------------------------------------------
+# --- the default model ---------------------------------------------------------------------------
 
 
 def command(cache: Path) -> tuple[list[str], dict[str, str]]:
@@ -117,7 +112,9 @@ def killed_cache(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def converted(killed_cache) -> Path:
     """The folder that two simultaneous calls made of what the killed one had left."""
-    assert visible(killed_cache) == [], "a killed conversion must leave nothing under the final name"
+    assert visible(killed_cache) == [], (
+        "a killed conversion must leave nothing under the final name"
+    )
     processes = [start(killed_cache) for _ in range(2)]
     outputs = [process.communicate(timeout=CONVERSION_BUDGET_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -139,9 +136,10 @@ def test_two_calls_after_a_killed_one_leave_one_complete_folder(converted):
 def test_a_prepared_model_is_found_at_once_and_left_alone(converted):
     before = {path: path.stat().st_mtime_ns for path in converted.iterdir()}
     argv, environment = command(converted.parent)
-    began = time.monotonic()
+    environment["PYTHONPROFILEIMPORTTIME"] = "1"
     found = subprocess.run(argv, env=environment, check=True, capture_output=True, text=True)
-    assert time.monotonic() - began < 2
+    # These two take seconds to import, and `make setup` asks for the model every time.
+    assert not re.search(r"\| +(torch|transformers)$", found.stderr, re.MULTILINE)
     assert found.stdout.strip() == str(converted)
     assert {path: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
@@ -182,7 +180,8 @@ def test_tokenizer_splits_text_as_the_published_one_does(converted):
 
 
 def test_chat_answers_and_ends(converted):
-    # In a process of its own, so that a later fork or spawn in this one starts without torch threads.
+    # Also shows that transformers' Llama imports beside the installed torch. In a process of its
+    # own, so that a later fork or spawn in this one starts without torch threads.
     code = (
         "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"

@@ -37,7 +37,7 @@ A list of things that people want to know: how many days there are in a year, wh
 which number comes after ninety nine, and whether the train that left the station this morning has arrived.
 user assistant system {"name": "value", "items": [1, 2, 3], "ok": true, "none": null}
 def main(argument):\n    return [item for item in argument if item is not None]
-"""
+"""  # noqa: E501
 
 
 def tiny_llama(
@@ -54,8 +54,8 @@ def tiny_llama(
     """Return the folder of a random Llama, about 1 MB with the default shape.
 
     `head_dim` has to be a multiple of 32 for vLLM's CPU attention; `vocab` counts ids, of which the
-    tokenizer may use fewer when the corpus has no more merges. Greedy text is gibberish, differs from
-    prompt to prompt and ends at EOS only by chance: set `ignore_eos` where the length matters.
+    tokenizer may use fewer when the corpus has no more merges. Greedy text is gibberish, differs
+    from prompt to prompt and ends at EOS only by chance: set `ignore_eos` where its length matters.
     """
     shape = dict(locals())
     if head_dim % 32:
@@ -63,14 +63,18 @@ def tiny_llama(
     if heads % kv_heads:
         raise ValueError(f"{heads} heads cannot share {kv_heads} KV heads evenly")
     if vocab < ALPHABET_SIZE + len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab is {vocab}: bytes and special tokens alone take {ALPHABET_SIZE + 3}")
+        raise ValueError(
+            f"vocab is {vocab}: bytes and special tokens alone take {ALPHABET_SIZE + 3}"
+        )
     return _made_once("llama", shape, _write_llama)
 
 
 def _made_once(kind: str, shape: dict, write) -> Path:
     # The source is part of the name, so that an edit here is never answered with yesterday's model.
     key = json.dumps(shape, sort_keys=True).encode() + Path(__file__).read_bytes()
-    target = cache_dir() / "tiny" / f"{kind}-{shape['dtype']}-{hashlib.sha256(key).hexdigest()[:12]}"
+    target = (
+        cache_dir() / "tiny" / f"{kind}-{shape['dtype']}-{hashlib.sha256(key).hexdigest()[:12]}"
+    )
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +127,15 @@ def _write_llama(
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", ids)
     _write_weights(
-        folder / "model.safetensors", dtype, seed, num_layers, hidden, inner, heads * head_dim,
-        kv_heads * head_dim, vocab,
+        folder / "model.safetensors",
+        dtype,
+        seed,
+        num_layers,
+        hidden,
+        inner,
+        heads * head_dim,
+        kv_heads * head_dim,
+        vocab,
     )
 
 
@@ -145,8 +156,8 @@ def _write_weights(
     generator = torch.Generator().manual_seed(seed)
 
     def random(out: int, into: int, gain: float = 1.0) -> torch.Tensor:
-        # 1/sqrt(fan-in) keeps every layer's output as large as its input, so attention over the prompt
-        # weighs as much as the last token and greedy text does not collapse into one repeated token.
+        # 1/sqrt(fan-in) keeps every layer's output as large as its input, so attention over the
+        # prompt weighs as much as the last token and greedy text does not collapse into one token.
         weights = torch.randn(out, into, generator=generator) * (gain / math.sqrt(into))
         return weights.to(getattr(torch, dtype))
 

@@ -14,10 +14,10 @@
     crossover.py  copy engine or kernel? measured once
     copy.py       CudaCopier: a plan -> one submission on a stream of its own -> a Ticket
 
-Life of a mapping: the owner writes a record (memory.py, CudaRegion.create or .export); the peer reads
-it, opens the handle, copies a known pattern through it and compares (CudaRegion.attach); copies pin
-both regions until the GPU has finished (copy.py, submit); `close` or `close_dead` stop new copies, wait
-for the running ones and unmap (holds.py).
+Life of a mapping: the owner writes a record (memory.py, CudaRegion.create or .export); the peer
+reads it, opens the handle, copies a known pattern through it and compares (CudaRegion.attach);
+copies pin both regions until the GPU has finished (copy.py, submit); `close` or `close_dead` stop
+new copies, wait for the running ones and unmap (holds.py).
 
 Nothing here imports torch, and `import ipc` imports nothing of this package.
 """

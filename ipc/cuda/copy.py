@@ -6,8 +6,8 @@
 
 Ordered by the host: the caller submits when the source is complete (the owner has seen an event of
 its own after the step that wrote it) and when no earlier step still uses the destination; it starts
-work on the copied blocks when the ticket is done. No GPU ever waits for another process, so none can
-hang when that process dies. Host-ordered hand-off costs tens of microseconds.
+work on the copied blocks when the ticket is done. No GPU ever waits for another process, so none
+can hang when that process dies. Host-ordered hand-off costs tens of microseconds.
 """
 
 import threading
@@ -18,7 +18,8 @@ import numpy as np
 from ipc.copy import CopyPlan, Span
 from ipc.cuda import batch, driver
 from ipc.cuda.crossover import Crossover, measure, scratch_bytes
-from ipc.cuda.device import Device, device as find_device
+from ipc.cuda.device import Device
+from ipc.cuda.device import device as find_device
 from ipc.cuda.errors import CopierBusy, CudaUnavailable
 from ipc.cuda.launch import GatherKernel
 from ipc.cuda.memory import CudaRegion
@@ -55,7 +56,9 @@ class Ticket:
         wait = Wait(timeout_s)
         while not self.done():
             if not wait.nap():
-                raise WaitTimeout(f"a copy of {self.total_bytes:,} bytes runs on after {timeout_s} s")
+                raise WaitTimeout(
+                    f"a copy of {self.total_bytes:,} bytes runs on after {timeout_s} s"
+                )
         if self.error is not None:
             raise self.error
         return self.total_bytes
@@ -79,8 +82,9 @@ class Ticket:
 class CudaCopier:
     """Copies between regions on one GPU's stream. One per worker; any thread may submit.
 
-    max_in_flight: copies that run at once; `submit` above it raises CopierBusy. crossover: per UUID of
-    the source's GPU, filled by `calibrate`. no_kernel: why small pieces go to the copy engine too.
+    max_in_flight: copies that run at once; `submit` above it raises CopierBusy. crossover: per UUID
+    of the source's GPU, filled by `calibrate`. no_kernel: why small pieces go to the copy engine
+    too.
     """
 
     def __init__(
@@ -120,8 +124,9 @@ class CudaCopier:
     ) -> Ticket:  # fmt: skip
         """Start a copy; never waits. Regions stay mapped until it has ended.
 
-        `src`, `dst`: CudaRegion; or bare device addresses, which the caller keeps mapped, with their
-        sizes. Raises CopyRefused, CopierBusy, PeerGone (the source's owner died), CudaCallFailed.
+        `src`, `dst`: CudaRegion; or bare device addresses, which the caller keeps mapped, with
+        their sizes. Raises CopyRefused, CopierBusy, PeerGone (the source's owner died),
+        CudaCallFailed.
         """
         _inside(plan.src_extent_bytes, src, src_nbytes, "source")
         _inside(plan.dst_extent_bytes, dst, dst_nbytes, "destination")
@@ -158,12 +163,12 @@ class CudaCopier:
         return found
 
     def close(self, drain_s: float) -> bool:
-        """No more copies; wait for those that run. False: some still run, and their memory stays."""
+        """No more copies; wait for those that run. False: some run on, and their memory stays."""
         with self._lock:
             self._closed = True
             running = list(self._in_flight)
         wait = Wait(drain_s)
-        while not all([ticket.done() for ticket in running]):
+        while not all(ticket.done() for ticket in running):
             if not wait.nap():
                 return False
         with self.device.use():
@@ -187,8 +192,8 @@ class CudaCopier:
 
     def _start(self, ticket: Ticket, table: np.ndarray, by_kernel: np.ndarray) -> None:
         slot = self._take(ticket)
-        # Under the ticket's lock: `close_dead` in another thread asks every pinned copy whether it is
-        # done, and must not get an answer before the event is recorded.
+        # Under the ticket's lock: `close_dead` in another thread asks every pinned copy whether it
+        # is done, and must not get an answer before the event is recorded.
         with ticket._lock:
             failure = self._try(ticket, slot, table, by_kernel)
             ticket._table, ticket.error = slot, failure
@@ -210,7 +215,8 @@ class CudaCopier:
 
     def _submit(self, slot: Table, table: np.ndarray, by_kernel: np.ndarray) -> None:
         """The event is recorded whatever happens: what was started must be waited for."""
-        by_kernel &= np.cumsum(by_kernel) <= TABLE_PIECES  # The rest need not wait for a free table.
+        # What does not fit into the table must not wait for a second one.
+        by_kernel &= np.cumsum(by_kernel) <= TABLE_PIECES
         engine, small = table[~by_kernel], table[by_kernel]
         try:
             if len(engine):
@@ -234,8 +240,8 @@ class CudaCopier:
                 raise CopyRefused("this copier was closed")
             if not self._tables:
                 raise CopierBusy(
-                    f"{len(self._in_flight)} copies are in flight; wait for one, or make the copier "
-                    "with a larger max_in_flight"
+                    f"{len(self._in_flight)} copies are in flight; wait for one, or make the "
+                    "copier with a larger max_in_flight"
                 )
             self._in_flight.add(ticket)
             return self._tables.pop()

@@ -1,7 +1,7 @@
 """File descriptors to peers of the same user, over a socket in the abstract namespace.
 
-Nothing is left behind by a death: the name goes with the socket. A descriptor of device memory cannot
-be re-opened through /proc, so it must be sent (SCM_RIGHTS).
+Nothing is left behind by a death: the name goes with the socket. A descriptor of device memory
+cannot be re-opened through /proc, so it must be sent (SCM_RIGHTS).
 """
 
 import os
@@ -18,7 +18,7 @@ _SEND_S = 5.0
 
 
 class Door:
-    """Hands `fds` to every process of this user that asks, until `close`. `name`: at most 31 bytes."""
+    """Hands `fds` to every process of this user that asks, until `close`."""
 
     def __init__(self, fds: Sequence[int]):
         self.name = f"pdnode-{secrets.token_hex(8)}"

@@ -1,11 +1,11 @@
 """The CUDA driver API, one thin function a call: ints and bytes in, ints and bytes out.
 
-Every call that fails raises `CudaCallFailed` (or a subclass) with the name of the call. All but `init`,
-`version` and the device queries need a current context in the calling thread (`device.Device.use`).
-Units: bytes. Addresses, streams, events, modules: ints.
+Every call that fails raises `CudaCallFailed` (or a subclass) with the name of the call. All but
+`init`, `version` and the device queries need a current context in the calling thread
+(`device.Device.use`). Units: bytes. Addresses, streams, events, modules: ints.
 
-The driver and not the runtime API: one process may have several runtimes (torch brings one), but only
-one driver, and a test can put another driver in its place.
+The driver and not the runtime API: one process may have several runtimes (torch brings one), but
+only one driver, and a test can put another driver in its place.
 """
 
 import ctypes
@@ -46,7 +46,9 @@ def _call(name: str, *args: Any) -> Any:
     try:
         status, *values = getattr(_cuda(), name)(*args)
     except (RuntimeError, AttributeError) as error:  # No library, or one without this function.
-        raise CudaUnavailable(f"{name}: {error}; a newer NVIDIA driver is needed") from None
+        raise CudaUnavailable(
+            f"no NVIDIA driver, or one that is too old: {name}: {error}"
+        ) from None
     if int(status):
         raise call_failed(name, int(status), getattr(status, "name", str(status)))
     return values[0] if len(values) == 1 else tuple(values)
@@ -263,6 +265,9 @@ def copy_to_host(host_address: int, address: int, nbytes: int) -> None:
 def copy_from_host(address: int, host_address: int, nbytes: int) -> None:
     """Waits."""
     _call("cuMemcpyHtoD", _ptr(address), host_address, nbytes)
+    # From memory that is not pinned the call may return while the bytes are still on their way
+    # (CUDA driver API, "API synchronization behavior"), and our reader is another process.
+    _call("cuStreamSynchronize", _stream(0))
 
 
 def copy_from_host_async(address: int, host_address: int, nbytes: int, stream: int) -> None:

@@ -79,7 +79,8 @@ _TYPES = {
     2: CudaOutOfMemory, 201: CudaNoContext, 208: CudaAlreadyMapped, 217: CudaNoPeerAccess,
     711: CudaNoPeerAccess,
 }  # fmt: skip
-# 700 illegal address, 702 timeout, 709 destroyed, 710 assert, 714 to 719 hardware and launch faults.
+# 700 illegal address, 702 timeout, 709 destroyed, 710 assert, 714 to 719 hardware and launch
+# faults.
 _STICKY = {700, 702, 709, 710, *range(714, 720)}
 
 

@@ -1,8 +1,8 @@
 """Who uses a piece of device memory, and when it may go.
 
-To unmap memory that a copy still reads is undefined on a GPU, and copies end when the GPU says so. So
-memory has references (objects that name it) and pins (copies that run). It goes with the last of both;
-`doom` drops all references at once and lets no new copy in.
+To unmap memory that a copy still reads is undefined on a GPU, and copies end when the GPU says so.
+So memory has references (objects that name it) and pins (copies that run). It goes with the last of
+both; `doom` drops all references at once and lets no new copy in.
 """
 
 import threading

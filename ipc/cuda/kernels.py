@@ -1,10 +1,13 @@
-"""The gather kernel: many pieces, one launch. Addresses come from a table, so any two layouts will do.
+"""The gather kernel: many pieces, one launch. Addresses come from a table, so any two layouts will
+do.
 
 table: int64 [pieces, 3] in device memory: source address, destination address, bytes. Program
-(lane, part) takes every `lanes`-th piece, and of it every `parts`-th tile. A thread moves 16 bytes at a
-time when all three columns are multiples of 16 (`gather_vectors`), else one byte (`gather_bytes`).
+(lane, part) takes every `lanes`-th piece, and of it every `parts`-th tile. A thread moves 16 bytes
+at a time when all three columns are multiples of 16 (`gather_vectors`), else one byte
+(`gather_bytes`).
 
-Compiled ahead of time for one architecture, without a GPU and without torch; launch.py loads the result.
+Compiled ahead of time for one architecture, without a GPU and without torch; launch.py loads the
+result.
 """
 
 from typing import NamedTuple
@@ -75,7 +78,7 @@ def compile_gather(compute_capability: int, vectors: bool) -> Compiled:
     options = {"num_warps": THREADS // WARP_SIZE, "enable_fp_fusion": False}
     target = GPUTarget("cuda", compute_capability, WARP_SIZE)
     made = triton.compile(source, target=target, options=options)
-    assert not (made.metadata.global_scratch_size or made.metadata.profile_scratch_size)
+    assert made.metadata.global_scratch_size == made.metadata.profile_scratch_size == 0
     return Compiled(
         made.metadata.name, made.asm["cubin"], made.asm["ptx"], THREADS, made.metadata.shared
     )

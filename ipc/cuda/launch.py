@@ -9,8 +9,8 @@ from ipc.cuda.device import Device
 from ipc.cuda.errors import CudaUnavailable
 
 _VECTOR_BYTES, _TILE_BYTES = 16, 16384  # As in kernels.py, which only loads where Triton is.
-# 64 groups of 256 threads with 64 bytes each in flight: about twice what 400 GB/s at 1.3 us need, and
-# half of the multiprocessors of an H100 stay free for the engine's own kernels.
+# 64 groups of 256 threads with 64 bytes each in flight: about twice what 400 GB/s at 1.3 us need,
+# and half of the multiprocessors of an H100 stay free for the engine's own kernels.
 _MAX_GROUPS = 64
 
 

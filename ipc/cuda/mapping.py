@@ -1,9 +1,10 @@
-"""A peer's memory in this process: opened once, counted, closed once, and at once when the peer died.
+"""A peer's memory in this process: opened once, counted, closed once, and at once when the peer
+died.
 
-A driver gives the same pointer for a second open of one handle and counts by itself; it may also give
-byte-identical handles for different memory, before and after a re-allocation. So mappings are found
-by the region's random id, never by handle or address, and one that is in the way of a new one (208,
-CUDA_ERROR_ALREADY_MAPPED) is closed first, as UCX does in its cuda_ipc cache.
+A driver gives the same pointer for a second open of one handle and counts by itself; it may also
+give byte-identical handles for different memory, before and after a re-allocation. So mappings are
+found by the region's random id, never by handle or address, and one that is in the way of a new one
+(208, CUDA_ERROR_ALREADY_MAPPED) is closed first, as UCX does in its cuda_ipc cache.
 """
 
 import os

@@ -19,13 +19,20 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from ipc.cuda import driver, probe
-from ipc.cuda.device import Device, device as find_device, find, uuid_text
+from ipc.cuda.device import Device, find, uuid_text
+from ipc.cuda.device import device as find_device
 from ipc.cuda.door import Door
 from ipc.cuda.errors import CudaNoContext, CudaOutOfMemory, NoDeviceMemory, PeerUnreadable
 from ipc.cuda.holds import Hold
 from ipc.cuda.mapping import Mapping, close_dead, open_mapping
 from ipc.cuda.record import (
-    PROBE_BYTES, CudaRecord, Exporter, Kind, must_be, pattern, read_record,
+    PROBE_BYTES,
+    CudaRecord,
+    Exporter,
+    Kind,
+    must_be,
+    pattern,
+    read_record,
 )  # fmt: skip
 from ipc.cuda.share import Share, memory_like, share
 from ipc.errors import RegionRefused
@@ -36,16 +43,19 @@ __all__ = ["CudaRegion", "close_dead", "cuda_zeros_in_new"]
 
 # A handle opens whole 2 MiB pages; smaller allocations would share theirs with other data.
 _UNIT_BYTES = 2 << 20
-_FAKE = "pdnode fake device"  # The name of a device whose memory is host memory: tests only.
+FAKE_DEVICE = "pdnode fake device"  # The name of a device whose memory is host memory: tests only.
 
 
 class CudaRegion:
     """`nbytes` bytes of KV at device address `address`. Any thread may use it.
 
-    name: of its record in /dev/shm; device: the GPU that copies; uuid: the GPU that holds the bytes.
+    name: of its record in /dev/shm; device: the GPU that copies; uuid: the GPU that holds the
+    bytes.
     """
 
-    def __init__(self, name: str, nbytes: int, address: int, device: Device, uuid: bytes, hold: Hold):
+    def __init__(
+        self, name: str, nbytes: int, address: int, device: Device, uuid: bytes, hold: Hold
+    ):
         self.name, self.nbytes, self.device, self.uuid = name, nbytes, device, uuid
         self.hold = hold
         self._address, self._closed = address, False
@@ -79,8 +89,8 @@ class CudaRegion:
             free.callback(driver.mem_free, address)
             with _undone(free):
                 probe.zero(address, size)
-                stamp = (boot_id, generation, fingerprint)
-                return cls._share(name, nbytes, address, address + _rounded(nbytes), gpu, stamp, free)
+                stamp, probe_at = (boot_id, generation, fingerprint), address + _rounded(nbytes)
+                return cls._share(name, nbytes, address, probe_at, gpu, stamp, free)
 
     @classmethod
     def export(
@@ -89,8 +99,8 @@ class CudaRegion:
     ) -> "CudaRegion":  # fmt: skip
         """Memory that somebody else allocated and keeps for longer than this region.
 
-        [address, address + nbytes) may begin anywhere in its allocation. Raises NotExportable with what
-        was probed, SegmentExists.
+        [address, address + nbytes) may begin anywhere in its allocation. Raises NotExportable with
+        what was probed, SegmentExists.
         """
         gpu = device or find_device()
         with gpu.use():
@@ -118,7 +128,8 @@ class CudaRegion:
             body.kind, door, body.window(address), probing.window(probe_at),
         )  # fmt: skip
         _write(name, record)
-        return cls(name, nbytes, address, gpu, gpu.uuid, Hold(f"KV region {name!r}", _on(gpu, free)))
+        hold = Hold(f"KV region {name!r}", _on(gpu, free))
+        return cls(name, nbytes, address, gpu, gpu.uuid, hold)
 
     @classmethod
     def attach(
@@ -127,8 +138,8 @@ class CudaRegion:
     ) -> "CudaRegion":  # fmt: skip
         """Map a peer's region for `device` (default: the thread's GPU), after a copy of its probe.
 
-        `expect_*`: what this process and the index agree on. What the region's own record leaves 0 or
-        empty is not compared with it. Raises RegionRefused naming both values, PeerUnreadable,
+        `expect_*`: what this process and the index agree on. What the region's own record leaves 0
+        or empty is not compared with it. Raises RegionRefused naming both values, PeerUnreadable,
         SegmentMissing, SegmentForeign, PeerGone.
         """
         must_be("fingerprint", expect_fingerprint, record.fingerprint, record.segment)
@@ -158,16 +169,20 @@ class CudaRegion:
 
         The memory must not be closed while the tensor is used. Raises RegionRefused on a real GPU.
         """
-        if not self.device.name.startswith(_FAKE):
+        if not self.device.name.startswith(FAKE_DEVICE):
             raise RegionRefused(f"a CPU tensor over memory of {self.device} would be a crash")
         import torch
 
         count = self.nbytes if nbytes is None else nbytes
-        return torch.frombuffer((ctypes.c_char * count).from_address(self.address), dtype=torch.int8)
+        memory = (ctypes.c_char * count).from_address(self.address)
+        return torch.frombuffer(memory, dtype=torch.int8)
 
 
-def cuda_zeros_in_new(make_region: Callable[[int], CudaRegion]) -> contextlib.AbstractContextManager:
-    """As `ipc.memory.zeros_in_new`, for a CPU engine on the fake driver, whose memory is host memory.
+def cuda_zeros_in_new(
+    make_region: Callable[[int], CudaRegion],
+) -> contextlib.AbstractContextManager[None]:
+    """As `ipc.memory.zeros_in_new`, for a CPU engine on the fake driver, whose memory is host
+    memory.
 
     Not for a real GPU: there the engine allocates, and `CudaRegion.export` takes what it has.
     """
@@ -232,7 +247,8 @@ def _check_reachable(told: CudaRecord, gpu: Device) -> None:
     peer = find(told.uuid)
     if peer is not None and peer != gpu.ordinal and not driver.can_access_peer(gpu.ordinal, peer):
         raise PeerUnreadable(
-            f"{gpu} has no peer access to {uuid_text(told.uuid)} at {told.pci}; take --kv-path staged"
+            f"{gpu} has no peer access to {uuid_text(told.uuid)} at {told.pci}; "
+            "take --kv-path staged"
         )
 
 
@@ -240,16 +256,16 @@ def _map(told: CudaRecord, boot_id: int, gpu: Device, name: str) -> Mapping:
     def check(address: int) -> None:
         if probe.read_through(address, PROBE_BYTES) != pattern(told.region_id):
             raise PeerUnreadable(
-                f"KV region {name!r}: {gpu} maps {uuid_text(told.uuid)} at {told.pci}, but reads other "
-                "bytes than its owner wrote; take --kv-path staged"
+                f"KV region {name!r}: {gpu} maps {uuid_text(told.uuid)} at {told.pci}, but "
+                "reads other bytes than its owner wrote; take --kv-path staged"
             )
 
     try:
         return open_mapping(told, boot_id, gpu, check)
     except CudaNoContext as error:
         raise RegionRefused(
-            f"KV region {name!r}: CUDA takes process {told.exporter.pid} for this one ({error}); run "
-            "both in one pid namespace"
+            f"KV region {name!r}: CUDA takes process {told.exporter.pid} for this one ({error}); "
+            "run both in one pid namespace"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """Small copies that wait: the pattern that tells whether a peer's memory can really be read.
 
 Drivers have claimed peer access that did not work, so vLLM too tests with a real copy
-(`all_reduce_utils.can_actually_p2p`). The copy goes into memory of our own GPU first: a copy straight to
-the host could take another way.
+(`all_reduce_utils.can_actually_p2p`). The copy goes into memory of our own GPU first: a copy
+straight to the host could take another way.
 """
 
 import ctypes
@@ -28,9 +28,7 @@ def read_through(address: int, nbytes: int) -> bytes:
     """The bytes at `address`, a peer's, by way of our GPU. Raises WaitTimeout, CudaCallFailed."""
     ours, host = driver.mem_alloc(nbytes), ctypes.create_string_buffer(nbytes)
     try:
-        _waiting(
-            lambda stream: driver.copy_async(ours, address, nbytes, stream), "reading a peer's probe"
-        )
+        _waiting(lambda stream: driver.copy_async(ours, address, nbytes, stream), "reading a probe")
         driver.copy_to_host(ctypes.addressof(host), ours, nbytes)
     finally:
         driver.mem_free(ours)

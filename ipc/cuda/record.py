@@ -97,7 +97,10 @@ class CudaRecord(NamedTuple):
             )
         if _CRC.unpack_from(raw)[0] != zlib.crc32(raw[at:RECORD_BYTES]):
             raise SegmentForeign(f"the record of CUDA region {name!r} is torn: its crc is wrong")
-        boot, generation, nbytes, fingerprint, length, *exporter, uuid, pci, ident, kind, door = fixed
+        boot, generation, nbytes, fingerprint, length, *exporter, uuid, pci, ident = fixed[:11]
+        kind, door = fixed[11:]
+        if kind not in tuple(Kind):
+            raise SegmentForeign(f"CUDA region {name!r} is handed over in an unknown way: {kind}")
         at += _FIXED.size
         windows = [Window(*_WINDOW.unpack_from(raw, at + i * _WINDOW.size)) for i in (0, 1)]
         return cls(

@@ -1,8 +1,8 @@
 """Memory that somebody allocated -> a handle that another process can open, or a refusal.
 
 What works depends on how the memory was made, and the driver tells (CUDA driver API, "Unified
-Addressing", CUpointer_attribute). The order is that of UCX (cuda_ipc_md.c): legacy IPC, fabric, file
-descriptor. cudaMallocAsync memory has none of them and is refused.
+Addressing", CUpointer_attribute). The order is that of UCX (cuda_ipc_md.c): legacy IPC, fabric,
+file descriptor. cudaMallocAsync memory has none of them and is refused.
 """
 
 import os

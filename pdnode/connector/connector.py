@@ -42,7 +42,11 @@ class PdConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, vllm_config.cache_config.block_size)
+            self._scheduler = SchedulerHalf(
+                settings,
+                vllm_config.cache_config.block_size,
+                vllm_config.parallel_config.tensor_parallel_size,
+            )
         else:
             self._worker = WorkerHalf(settings, vllm_config.parallel_config.rank)
 
@@ -110,7 +114,7 @@ class PdConnector(KVConnectorBase_V1):
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PdMetadata)
-        self._worker.load(metadata.loads)
+        self._worker.load(metadata.loads, metadata.pool_loads)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         # Loads are synchronous in the step, and blocks are pinned by reference, not by request:
@@ -132,7 +136,12 @@ class PdConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        return
+        # After the forward: what it has just filled may go into the pool.
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PdMetadata)
+        if metadata.stores:
+            self._worker.store(metadata.stores)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):

@@ -7,7 +7,9 @@ Both are pickled by vLLM's own executor queue inside one engine; neither leaves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ipc.records import Entry
 from pdnode.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -27,9 +29,28 @@ class Load:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """Copy the pool's block of ``keys[i]`` into ``dst_blocks[i]``, all layers."""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    dst_blocks: tuple[int, ...]
+    tokens: int
+
+
+class Store(NamedTuple):
+    """Offer this block to the pool, once this step's forward has filled it."""
+
+    key: bytes
+    block_id: int
+
+
 @dataclass(slots=True)
 class PdMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
+    pool_loads: list[PoolLoad] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +59,7 @@ class LoadDone:
     owner: int
     nbytes: int
     duration_ns: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +75,18 @@ class LoadReport(KVConnectorWorkerMetadata):
 
     done: list[LoadDone] = field(default_factory=list)
     failed: list[LoadFailed] = field(default_factory=list)
+    stored: int = 0
+    """Blocks that the pool got."""
     ranks: int = 1
+
+    def without(self, request_ids: AbstractSet[str]) -> LoadReport:
+        return replace(self, done=[d for d in self.done if d.request_id not in request_ids])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
         assert isinstance(other, LoadReport)
         return LoadReport(
             done=self.done + other.done,
             failed=self.failed + other.failed,
+            stored=self.stored + other.stored,
             ranks=self.ranks + other.ranks,
         )

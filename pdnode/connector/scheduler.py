@@ -20,6 +20,7 @@ from ipc.index import Index
 from ipc.records import Entry
 from pdnode.connector.metadata import Load, LoadReport, PdMetadata
 from pdnode.connector.offers import Offers
+from pdnode.connector.pool import NodePool
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.vllm_compat import RequestStatus, init_logger
 
@@ -35,7 +36,7 @@ REMOTE_SLOT = "remote_slot"
 
 
 class SchedulerHalf:
-    def __init__(self, settings: ConnectorSettings, block_size: int) -> None:
+    def __init__(self, settings: ConnectorSettings, block_size: int, ranks: int = 1) -> None:
         self._settings = settings
         self._block_size = block_size
         self._index = Index.attach(settings.index_name, me=settings.slot)
@@ -49,10 +50,13 @@ class SchedulerHalf:
         self._started: set[str] = set()
         self._steps = 0
         self._published: tuple[int, ...] = ()
+        self._node_pool = NodePool(settings, ranks, block_size) if settings.pool_name else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
         self._offers = Offers(self._settings, self._index, pool)
+        if self._node_pool is not None:
+            self._node_pool.bind_block_pool(pool)
         self._publish_load()
 
     def on_new_request(self, request: Request) -> None:
@@ -64,7 +68,9 @@ class SchedulerHalf:
         """Tokens beyond ``local_tokens`` whose KV a peer holds, to be copied in this same step."""
         entry = self._find(request)
         if entry is None:
-            return 0, False
+            self._matched.pop(request.request_id, None)
+            pool = self._node_pool
+            return (pool.match(request, local_tokens) if pool is not None else 0), False
         # vLLM needs at least one token to compute: its logits are the next token's.
         tokens = min(entry.tokens_ready, request.num_tokens - 1) - local_tokens
         self._matched[request.request_id] = (entry, local_tokens)
@@ -81,6 +87,8 @@ class SchedulerHalf:
         self._started.add(request_id)
         entry, local_tokens = self._matched.pop(request_id, (None, request.num_computed_tokens))
         self._offers.begin(request, block_ids, local_tokens)
+        if self._node_pool is not None:
+            self._node_pool.allocated(request, block_ids, 0 if entry else external_tokens)
         if entry is None:
             return
         if external_tokens == 0:
@@ -106,9 +114,16 @@ class SchedulerHalf:
         loads, self._loads = self._loads, []
         for request_id in scheduler_output.preempted_req_ids or ():
             self._offers.withdraw(request_id)
+            if self._node_pool is not None:
+                self._node_pool.forget(request_id)
         self._grow(scheduler_output)
         self.idle()
-        return PdMetadata(loads)
+        if self._node_pool is None:
+            return PdMetadata(loads)
+        pool_loads, stores = self._node_pool.step(
+            scheduler_output.num_scheduled_tokens, peers_loading=bool(self._loading)
+        )
+        return PdMetadata(loads, pool_loads, stores)
 
     def _grow(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
@@ -116,8 +131,13 @@ class SchedulerHalf:
             # A request that came back from preemption has begun a new entry in ``allocated``.
             if new_blocks is not None and request_id not in cached.resumed_req_ids:
                 self._offers.grow(request_id, new_blocks[0])
+                if self._node_pool is not None:
+                    self._node_pool.grow(request_id, new_blocks[0])
 
     def loaded(self, report: LoadReport) -> None:
+        if self._node_pool is not None:
+            report, counters = self._node_pool.loaded(report)
+            self._index.add_counters(self._settings.slot, **counters)
         failed = {failure.request_id: failure for failure in report.failed}
         request_ids = {done.request_id for done in report.done} | failed.keys()
         for request_id in request_ids:
@@ -145,8 +165,12 @@ class SchedulerHalf:
         self._present.discard(request_id)
         self._started.discard(request_id)
         self._matched.pop(request_id, None)
+        if self._node_pool is not None:
+            self._node_pool.forget(request_id)
         self._let_go(request)
-        if self._wanted(request) and self._offers.complete(request, self._prompt(request, block_ids)):
+        if self._wanted(request) and self._offers.complete(
+            request, self._prompt(request, block_ids)
+        ):
             return {
                 DO_REMOTE_PREFILL: True,
                 TRANSFER_ID: request_id,
@@ -200,4 +224,6 @@ class SchedulerHalf:
         )
 
     def close(self) -> None:
+        if self._node_pool is not None:
+            self._node_pool.close()
         self._index.close()

@@ -28,6 +28,18 @@ class ConnectorSettings:
     fingerprint: str
     """Hex digest of all that two engines must agree on before one may read the other's KV."""
     kv_flag: str = "--kv-cache-memory-bytes"
+    kv_paths: tuple[str, ...] = ()
+    """How this engine reads the KV of the engine in each slot; a missing one is ``shm``."""
+    kv_served: tuple[str, ...] = ()
+    """The ways in which other engines read this one's."""
+    pool_name: str = ""
+    """Of the node's KV pool; empty: there is none."""
+
+    def pool_of(self, rank: int) -> str:
+        return f"{self.pool_name}{rank}"
+
+    def kv_path_from(self, owner: int) -> str:
+        return self.kv_paths[owner] if owner < len(self.kv_paths) else "shm"
 
     def to_extra_config(self) -> dict[str, Any]:
         return {"pdnode": asdict(self)}

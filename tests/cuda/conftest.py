@@ -16,7 +16,7 @@ def fake_driver(tmp_path_factory) -> Path:
     return fake.build(tmp_path_factory.mktemp("fake_driver"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def prefix() -> Iterator[str]:
     unique = f"pdcuda-{secrets.token_hex(6)}-"
     yield unique

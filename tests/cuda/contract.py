@@ -50,7 +50,7 @@ class RegionContract:
         yield
         lab.tidy()
 
-    @pytest.fixture()
+    @pytest.fixture
     def two(self, lab, prefix):
         """An owner with a filled region and a reader that has mapped it as "theirs"."""
         owner, reader = lab.peer(), lab.peer()
@@ -132,8 +132,9 @@ class RegionContract:
         ],
     )
     def test_region_that_is_not_what_was_agreed_is_refused(self, two, prefix, expected, values):
+        told = record(prefix + "kv", self.SMALL, self.NBYTES)
         with pytest.raises(Refused) as caught:
-            two[1].attach(label="x", record=record(prefix + "kv", self.SMALL, self.NBYTES), **expected)
+            two[1].attach(label="x", record=told, **expected)
         assert caught.value.kind == "RegionRefused"
         assert all(value in caught.value.text for value in values)
 
@@ -158,7 +159,7 @@ class RegionContract:
         other.unlink()
 
     def test_plan_that_leaves_a_region_is_refused_before_anything_moves(self, two, prefix):
-        owner, reader = two
+        reader = two[1]
         reader.make(label="ours", name=prefix + "d", nbytes=self.NBYTES)
         before = reader.fill(label="ours", seed=3)
         inside, outside = [0, 0, 64, 1, 0, 0], [self.NBYTES - 63, 0, 64, 1, 0, 0]
@@ -184,7 +185,7 @@ class RegionContract:
         assert other.digest(label="theirs") == two[1].digest(label="theirs")
 
     @pytest.mark.kill
-    def test_reader_keeps_the_bytes_of_a_killed_owner_then_lets_go_within_a_second(self, two, prefix):
+    def test_reader_keeps_a_killed_owners_bytes_then_lets_go_within_a_second(self, two, prefix):
         owner, reader = two
         reader.make(label="ours", name=prefix + "d", nbytes=self.NBYTES)
         owner.kill()
@@ -193,7 +194,7 @@ class RegionContract:
         assert reader.copy(strips=whole, src="theirs", dst="ours") == self.NBYTES
         assert reader.digest(label="ours") == sha(bytes_of(1, self.NBYTES))
         assert reader.let_go(boot_id=7, labels=["theirs"]) < 1
-        with pytest.raises(Refused, match="PeerGone|RegionRefused"):
+        with pytest.raises(Refused, match=r"PeerGone|RegionRefused"):
             reader.copy(strips=whole, src="theirs", dst="ours")
         assert reader.unlink(label="ours")
 

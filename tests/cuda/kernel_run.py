@@ -1,10 +1,12 @@
-"""Runs the gather kernel in Triton's interpreter and compares with numpy. Its own process: the variable
-that switches the interpreter on is read when Triton is imported. `TRITON_INTERPRET=1`."""
+"""Runs the gather kernel in Triton's interpreter and compares with numpy.
+
+In a process of its own: TRITON_INTERPRET=1 is read when Triton is imported.
+"""
 
 import numpy as np
 import torch
 
-from ipc.copy import plan
+from ipc.copy import Strip, plan
 from ipc.cuda.kernels import BYTE_TILE, TILE_BYTES, VECTOR_BYTES, gather_bytes, gather_vectors
 from ipc.records import KVLayout
 from tests.cuda.contract import bytes_of, moved
@@ -38,8 +40,8 @@ def check(strips, pieces: np.ndarray, sizes: tuple[int, int], grid, tile_bytes=N
 
 
 def views(blocks: int, layers: int, page: int) -> dict[str, KVLayout]:
-    """The orders that vLLM names, L layers and B blocks; what is inside a page does not matter. Spaced: a
-    page is followed by another one's part, as when only half of the heads are ours."""
+    """The orders that vLLM names; what is inside a page does not matter here. In two of them a page
+    is followed by a gap, as when only half of the heads are ours."""
     return {
         "LBHNC": KVLayout(blocks, layers, page, page, blocks * page),
         "LBNHC": KVLayout(blocks, layers, page, 2 * page, 2 * blocks * page, page),
@@ -64,8 +66,6 @@ def layouts() -> None:
 
 def tails() -> None:
     """Around the end of a tile, with small tiles so that there are several."""
-    from ipc.copy import Strip
-
     small = 256
     sizes = [1, 15, 16, 17, 240, 255, 256, 257, 272, 511, 512, 528, 1023, 1024, 1040, 5000]
     for nbytes in sizes:
@@ -77,9 +77,7 @@ def tails() -> None:
 
 
 def mixed() -> None:
-    """Pieces of different sizes in one table, among them one of several tiles and one of zero bytes."""
-    from ipc.copy import Strip
-
+    """Pieces of different sizes in one table: one has several tiles, one is empty."""
     sizes = [16, TILE_BYTES * 2 + 48, 0, TILE_BYTES, 4096, 32]
     at = np.concatenate([[0], np.cumsum([n + 64 for n in sizes])]).tolist()
     strips = [Strip(at[i], at[-1] - at[i + 1], n, 1, 0, 0) for i, n in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""Processes of the contract suite, seen from the test: `Remote.make(...)` runs `Peer.make` there."""
+"""Processes of the contract suite, seen from the test: `remote.make(...)` runs `Peer.make`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from ipc.records import KVLayout, RegionRecord
 from tests.cuda.fake import ROOT
 
-BUDGET_S = 60.0
+BUDGET_S = 150.0  # A start imports torch, on a machine that may be busy.
 
 
 class Refused(Exception):
@@ -76,13 +76,14 @@ class Lab:
     """Hands out processes of one back end; those that lived through a test serve the next."""
 
     def __init__(self, backend: str, env: dict[str, str]):
-        self._backend, self._env = backend, env
-        self.zeroes = backend in ("host", "cuda", "cuda-engine")  # Others got their memory from somebody else.
+        self.backend, self._env = backend, env
+        # The others get their memory from somebody else, as it is.
+        self.zeroes = backend in ("host", "cuda", "cuda-engine")
         self._idle: list[Remote] = []
         self._used: list[Remote] = []
 
     def peer(self) -> Remote:
-        remote = self._idle.pop() if self._idle else Remote(self._backend, self._env)
+        remote = self._idle.pop() if self._idle else Remote(self.backend, self._env)
         self._used.append(remote)
         return remote
 

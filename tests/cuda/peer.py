@@ -6,6 +6,7 @@ The same program is owner or reader; a back end is what its regions are made of:
     cuda          CudaRegion.create
     cuda-engine   the same, all copies on the copy engine (else pieces this small take the kernel)
     cuda-foreign  memory that something else allocated: in the middle of a larger piece
+    cuda-torch    a small tensor, which torch puts into a larger allocation (needs torch with CUDA)
     cuda-fd       memory of cuMemCreate, handed over as a file descriptor
     cuda-fabric   the same with a fabric handle
 """
@@ -62,9 +63,7 @@ class Cuda:
     def copier(self):
         from ipc.cuda.copy import CudaCopier
 
-        self._copier = self._copier or CudaCopier(
-            self.gpu, with_kernel=self.kind != "cuda-engine"
-        )
+        self._copier = self._copier or CudaCopier(self.gpu, with_kernel=self.kind != "cuda-engine")
         return self._copier
 
     def make(self, name: str, nbytes: int, **stamp):
@@ -80,6 +79,8 @@ class Cuda:
         with self.gpu.use():
             if self.kind == "cuda-foreign":
                 return self.driver.mem_alloc(nbytes)
+            if self.kind == "cuda-torch":
+                return _tensor(nbytes)
             return vmm.allocate(nbytes, self.gpu, types[self.kind])[0]
 
     def attach(self, *args):
@@ -100,6 +101,17 @@ class Cuda:
         from ipc.cuda.memory import close_dead
 
         return close_dead(boot_id)
+
+
+def _tensor(nbytes: int) -> int:
+    import torch
+
+    _kept.append(torch.zeros(nbytes, dtype=torch.int8, device="cuda"))
+    torch.cuda.synchronize()
+    return _kept[-1].data_ptr()
+
+
+_kept: list = []  # Tensors that regions were made of.
 
 
 class Peer:

@@ -12,7 +12,6 @@ from tests.cuda import fake
 from tests.cuda.contract import RegionContract
 from tests.cuda.lab import Lab
 
-
 KINDS = ("cuda", "cuda-engine", "cuda-foreign", "cuda-fd", "cuda-fabric")
 
 

@@ -1,7 +1,7 @@
 """The gather kernel without a GPU: its arithmetic in Triton's interpreter, and what it compiles to.
 
-The interpreter runs one program after the other with numpy. It shows that indices, masks and tails are
-right; it says nothing of races, alignment faults or speed.
+The interpreter runs one program after the other with numpy. It shows that indices, masks and tails
+are right; it says nothing of races, alignment faults or speed.
 """
 
 import re

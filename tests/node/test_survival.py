@@ -18,6 +18,7 @@ import pytest
 
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from bench.sse import events
+from bench.tiny_models import tiny_llama
 from pdnode import reaper, rundir
 from tests.leftovers import anonymous_names, names_of, still_there
 
@@ -28,9 +29,15 @@ pytestmark = pytest.mark.kill
 
 
 @pytest.fixture(scope="module")
-def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def slow_model() -> Path:
+    """Slow enough that the engine, not the front end, sets the pace: a kill then hits a running stream."""
+    return tiny_llama(num_layers=12, hidden=512, heads=8, kv_heads=4, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def node(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     log = tmp_path_factory.mktemp("survival") / "node.log"
-    node = Node(str(model), log, *ENGINE_ARGS, "--health-timeout", "5", prefill=2, decode=2)
+    node = Node(str(slow_model), log, *ENGINE_ARGS, "--health-timeout", "5", prefill=2, decode=2)
     try:
         node.wait_ready()
         yield node
@@ -40,7 +47,7 @@ def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node
 
 def tokens_of(node: Node, on_token: Callable[[int], None] | None = None, **body) -> list[int]:
     """Stream one answer; ``on_token(n)`` is called when n tokens have arrived."""
-    request = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 1000, "temperature": 0}
+    request = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
     request |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **body}
     tokens: list[int] = []
     with node.http.stream("POST", "/v1/completions", json=request) as response:
@@ -89,7 +96,7 @@ def killer(node: Node, role: str, process: str, number: int = signal.SIGKILL):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "process"),
+    "sampling, process",
     [
         ({}, "core"),
         ({}, "worker"),
@@ -101,7 +108,7 @@ def killer(node: Node, role: str, process: str, number: int = signal.SIGKILL):
 def test_a_stream_whose_decode_engine_is_killed_goes_on_unchanged(node, sampling, process):
     expected = tokens_of(node, **sampling)
     before = all_ready(node)["counters"]
-    got = tokens_of(node, once_at(50, killer(node, "decode", process)), **sampling)
+    got = tokens_of(node, once_at(30, killer(node, "decode", process)), **sampling)
     assert got == expected
     after = all_ready(node)["counters"]
     assert after["resumes"] == before["resumes"] + 1
@@ -120,7 +127,11 @@ def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
     killed.start()
     answers = []
     asking = [
-        threading.Thread(target=lambda i=i: answers.append((i, tokens_of(node, prompt=prompt[i:], max_tokens=100))))
+        threading.Thread(
+            target=lambda i=i: answers.append(
+                (i, tokens_of(node, prompt=prompt[i:], max_tokens=100))
+            )
+        )
         for i in range(6)
     ]
     for thread in asking:
@@ -136,7 +147,7 @@ def test_a_stopped_worker_is_ejected_after_the_health_timeout(node):
     expected = tokens_of(node)
     all_ready(node)
     begin_s = time.monotonic()
-    got = tokens_of(node, once_at(50, killer(node, "decode", "worker", signal.SIGSTOP)))
+    got = tokens_of(node, once_at(30, killer(node, "decode", "worker", signal.SIGSTOP)))
     assert got == expected
     assert time.monotonic() - begin_s > 5
     all_ready(node)
@@ -209,7 +220,7 @@ def boot_of(node: Node) -> str:
 
 
 @pytest.mark.parametrize(
-    ("phase", "number"),
+    "phase, number",
     [("starting", signal.SIGINT), ("loading", signal.SIGKILL)],
     ids=["sigint-starting", "sigkill-loading"],
 )

@@ -31,7 +31,7 @@ def test_least_queued_prefill_and_least_busy_decode():
 
 
 @pytest.mark.parametrize(
-    ("facts", "reason", "slot"),
+    "facts, reason, slot",
     [
         (Facts(127, 100), "short_prompt", 3),
         (Facts(1000, 1), "max_tokens_1", 1),
@@ -54,9 +54,14 @@ def test_token1_choice_travels_with_the_plan():
     assert place(Facts(500, 9, Token1.RESAMPLE, "seed"), TWO_BY_TWO).token1 is Token1.RESAMPLE
 
 
-@pytest.mark.parametrize(("gone", "reason"), [("prefill", "no_prefill_engine"), ("decode", "no_decode_engine")])
+@pytest.mark.parametrize(
+    "gone, reason", [("prefill", "no_prefill_engine"), ("decode", "no_decode_engine")]
+)
 def test_without_one_side_the_other_serves_alone(gone, reason):
-    engines = [engine(0, "prefill", ready=gone != "prefill"), engine(1, "decode", ready=gone != "decode")]
+    engines = [
+        engine(0, "prefill", ready=gone != "prefill"),
+        engine(1, "decode", ready=gone != "decode"),
+    ]
     plan = place(LONG, view(*engines))
     assert plan == Plan(None, 1 if gone == "prefill" else 0, Token1.FORWARD, reason)
 

@@ -74,14 +74,14 @@ def test_the_table_and_the_rules_name_every_field_vllm_has():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(f, v) for f, (neutral, _) in TABLE.items() for v in neutral], ids=str
+    "field, value", [(f, v) for f, (neutral, _) in TABLE.items() for v in neutral], ids=str
 )
 def test_a_neutral_value_leaves_token_1_with_prefill(field, value):
     assert decide(params_with(field, value)) == (FORWARD, "")
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    "field, value, wanted",
     [(f, v, w) for f, (_, asked) in TABLE.items() for v, w in asked],
     ids=str,
 )

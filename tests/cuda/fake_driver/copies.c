@@ -14,21 +14,27 @@ static struct Op one(CUdeviceptr dst, CUdeviceptr src, size_t bytes) {
     return (struct Op){.what = COPY, .pieces = piece, .count = 1};
 }
 
-static CUresult at_once(CUdeviceptr device, const void *from, void *to, size_t bytes) {
-    ENTER();
+static int known(CUdeviceptr address, size_t bytes) {
     pthread_mutex_lock(&world);
-    int good = usable(device, bytes);
-    if (good) memcpy(to, from, bytes);
+    int good = usable(address, bytes);
     pthread_mutex_unlock(&world);
-    return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return good;
 }
 
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
-    return at_once(from, (void *)from, to, bytes);
+    ENTER();
+    if (!known(from, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    drain(default_stream());
+    memcpy(to, (void *)from, bytes);
+    return CUDA_SUCCESS;
 }
 
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
-    return at_once(to, from, (void *)to, bytes);
+    ENTER();
+    if (!known(to, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    struct Op op = one(to, 0, bytes);
+    op.staged = memcpy(malloc(bytes), from, bytes);
+    return enqueue(default_stream(), op);
 }
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {

@@ -3,10 +3,12 @@
  * Device memory is a memfd, so a second process can map it. What is nasty on purpose:
  *   - every stream is a thread that sleeps at random before each operation
  *   - the copies of a batch, and the programs of a kernel, run in random order
+ *   - a synchronous copy to the device may return before the bytes are there
  *   - the stream checks addresses when it runs, not when it is told to: use after free is error 700,
  *     and that error stays for the whole context
- *   - freed memory is overwritten, then made inaccessible; a new allocation gets the old address
- *     and the old IPC handle
+ *   - new memory is full of rubbish; freed memory is overwritten, then made inaccessible; a new
+ *     allocation gets the old address and the old IPC handle
+ *   - a fabric handle opens only while its exporter holds the allocation, not just a mapping of it
  *   - a handle opens only in another process (by pid value); a second open counts
  *   - everything but cuInit and the device queries needs a context in the calling thread
  *   - nothing works after fork
@@ -51,6 +53,7 @@ struct Range {
 /* What cuMemCreate makes. */
 struct Allocation {
     int fd, device, references, handle_types;
+    int handles, fabric_fd; /* of `references`, those that are no mapping; open while there are any */
     size_t size;
 };
 
@@ -68,10 +71,13 @@ struct Op {
     size_t count;
     CUdeviceptr table; /* GATHER */
     int vectors;
+    void *staged; /* COPY from host memory that is not pinned: its one source; freed after */
     struct Event *event; /* MARK */
     struct Op *next;
 };
 CUresult enqueue(CUstream stream, struct Op op); /* `op` is copied */
+CUstream default_stream(void);                  /* for synchronous copies only */
+void drain(CUstream stream);
 
 CUresult enter(int needs_context);           /* 0, or why the call must fail */
 int current_device(void);                    /* index of the physical device, -1 without context */

@@ -111,7 +111,7 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t size) {
     if (fd < 0 || ftruncate(fd, (off_t)size_up(size, PAGE))) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&world);
     struct Range *range = place(MALLOC, size, fd, current_device());
-    if (range) *address = range->address;
+    if (range) memset((void *)(*address = range->address), 0xa5, size);
     pthread_mutex_unlock(&world);
     return range ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }

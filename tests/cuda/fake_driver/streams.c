@@ -40,6 +40,15 @@ static CUresult move(const struct Piece *piece) {
     return CUDA_SUCCESS;
 }
 
+/* cuMemcpyHtoD has taken the bytes from its caller, and here they arrive. */
+static CUresult land(const struct Op *op) {
+    pthread_mutex_lock(&world);
+    int good = usable(op->pieces->dst, op->pieces->bytes);
+    if (good) memcpy((void *)op->pieces->dst, op->staged, op->pieces->bytes);
+    pthread_mutex_unlock(&world);
+    return good ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
 static CUresult move_all(struct Piece *pieces, size_t count) {
     CUresult result = CUDA_SUCCESS;
     shuffle(pieces, count);
@@ -89,9 +98,13 @@ static void perform(struct Stream *stream, struct Op *op) {
     if (op->what == MARK)
         mark(op->event);
     else if (!sticky[stream->device])
-        result = op->what == COPY ? move_all(op->pieces, op->count) : op->what == ZERO ? zero(op) : gather(op);
+        result = op->staged         ? land(op)
+                 : op->what == COPY ? move_all(op->pieces, op->count)
+                 : op->what == ZERO ? zero(op)
+                                    : gather(op);
     if (result) sticky[stream->device] = result;
     free(op->pieces);
+    free(op->staged);
     free(op);
 }
 
@@ -121,6 +134,33 @@ CUresult enqueue(CUstream handle, struct Op op) {
     pthread_cond_signal(&stream->more);
     pthread_mutex_unlock(&stream->lock);
     return CUDA_SUCCESS;
+}
+
+void drain(CUstream stream) {
+    struct Event event = {0};
+    enqueue(stream, (struct Op){.what = MARK, .event = &event});
+    for (int over = 0; !over; usleep(20)) {
+        pthread_mutex_lock(&events);
+        over = event.reached == 1;
+        pthread_mutex_unlock(&events);
+    }
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+    CUresult refused = enter(1);
+    if (refused) return refused;
+    drain(stream ? stream : default_stream());
+    return enter(1);
+}
+
+CUstream default_stream(void) {
+    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+    static CUstream streams[16];
+    pthread_mutex_lock(&once);
+    CUstream *stream = &streams[current_device()];
+    if (!*stream) cuStreamCreate(stream, CU_STREAM_NON_BLOCKING);
+    pthread_mutex_unlock(&once);
+    return *stream;
 }
 
 CUresult cuStreamCreate(CUstream *out, unsigned flags) {

@@ -16,7 +16,8 @@ struct Fabric {
 
 static struct Allocation *made(int fd, size_t size, int device, int handle_types) {
     struct Allocation *allocation = calloc(1, sizeof *allocation);
-    *allocation = (struct Allocation){.fd = fd, .device = device, .references = 1,
+    *allocation = (struct Allocation){.fd = fd, .device = device, .references = 1, .handles = 1,
+                                      .fabric_fd = fcntl(fd, F_DUPFD_CLOEXEC, 3),
                                       .handle_types = handle_types, .size = size};
     return allocation;
 }
@@ -25,6 +26,11 @@ static void drop(struct Allocation *allocation) {
     if (--allocation->references) return;
     close(allocation->fd);
     free(allocation);
+}
+
+static void drop_handle(struct Allocation *allocation) {
+    if (--allocation->handles == 0) close(allocation->fabric_fd);
+    drop(allocation);
 }
 
 CUresult cuMemGetAllocationGranularity(size_t *unit, const CUmemAllocationProp *properties,
@@ -49,7 +55,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, const CUmem
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     ENTER(0);
     pthread_mutex_lock(&world);
-    drop((struct Allocation *)handle);
+    drop_handle((struct Allocation *)handle);
     pthread_mutex_unlock(&world);
     return CUDA_SUCCESS;
 }
@@ -60,7 +66,9 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void 
     struct Range *range = range_of((CUdeviceptr)address);
     int mapped = range && range->kind == MAPPED;
     if (mapped) {
-        range->allocation->references++;
+        struct Allocation *allocation = range->allocation;
+        allocation->references++;
+        if (allocation->handles++ == 0) allocation->fabric_fd = fcntl(allocation->fd, F_DUPFD_CLOEXEC, 3);
         *handle = (CUmemGenericAllocationHandle)range->allocation;
     }
     pthread_mutex_unlock(&world);
@@ -76,7 +84,7 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle ha
         *(int *)out = fcntl(allocation->fd, F_DUPFD_CLOEXEC, 3);
         return CUDA_SUCCESS;
     }
-    struct Fabric fabric = {FABRIC_MAGIC, getpid(), allocation->fd, 0, allocation->size};
+    struct Fabric fabric = {FABRIC_MAGIC, getpid(), allocation->fabric_fd, 0, allocation->size};
     unsigned long long start = 0;
     start_time(getpid(), &start);
     fabric.start = start;

@@ -1,0 +1,242 @@
+"""The owner's end of the staged path: one thread in the worker, for all readers of its KV.
+
+It sleeps on a socket until a reader knocks, sends one chunk a turn of every transfer in progress,
+and never waits for a reader: a full ring is tried again later, so none can hold up another. A chunk
+is read only while the entry pins its blocks; the reader asks once more when it has them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from ipc.copy import HostCopier, Span, plan
+from ipc.errors import IpcError, PipeError, WaitTimeout
+from ipc.index import Index
+from ipc.pipe import RECEIVE, SEND, KVPipe
+from ipc.records import Entry, KVLayout
+from pdnode.connector.paths import wire
+from pdnode.connector.paths.staged import door_of, knock
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.kvpath import CHUNK_BYTES
+from pdnode.vllm_compat import init_logger
+
+logger = init_logger(__name__)
+
+STUCK_S = 30.0
+"""A reader that takes nothing for this long has lost its connection."""
+LOOK_S = 1.0
+"""How often an idle thread looks for readers that died."""
+PUBLISHING_S = 0.05
+"""An entry may be unreadable for the microseconds in which its owner writes it."""
+SHORTEST_S, LONGEST_S = 50e-6, 1e-3
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Source:
+    """This worker's KV, as readers may have it."""
+
+    def __init__(self, settings: ConnectorSettings, region: Span, layout: KVLayout) -> None:
+        self._slot, self._boot_id = settings.slot, settings.boot_id
+        # A view of its own: the worker's is used by the thread that loads.
+        self._index = Index.attach(settings.index_name, me=settings.slot)
+        self._region, self._layout = region, layout
+        self._copier = HostCopier()
+
+    def frames(self, request: wire.Request, buffer: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """The answer to a request. A chunk lies in ``buffer`` until the next one is asked for."""
+        entry = self._entry(request)
+        refusal = self._refusal(request, entry)
+        cuts = [] if refusal else [*self._cuts(request)]
+        nbytes = self._layout.num_layers * self._layout.page_bytes * len(request.blocks)
+        yield wire.Answer(request.number, refusal, len(cuts), nbytes).pack()
+        for cut in cuts:
+            if not self._index.validate(entry):
+                yield None
+                return
+            yield self._gathered(request, cut, buffer)
+
+    def _entry(self, request: wire.Request) -> Entry | None:
+        deadline = time.monotonic() + PUBLISHING_S
+        while (entry := self._index.select(request.transfer_id, self._slot)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(SHORTEST_S)
+        return entry
+
+    def _refusal(self, request: wire.Request, entry: Entry | None) -> wire.Refusal:
+        if request.boot_id != self._boot_id:
+            return wire.Refusal.OTHER_BOOT
+        if entry is None or entry.generation != request.generation:
+            return wire.Refusal.GIVEN_UP
+        if not request.blocks or not set(request.blocks) <= set(entry.block_ids):
+            return wire.Refusal.OTHER_BLOCKS
+        if request.page_bytes != self._layout.page_bytes:
+            return wire.Refusal.OTHER_LAYOUT
+        return wire.Refusal.NONE
+
+    def _cuts(self, request: wire.Request) -> Iterator[wire.Chunk]:
+        layout = self._layout
+        return wire.chunks(layout.num_layers, layout.page_bytes, len(request.blocks))
+
+    def _gathered(
+        self, request: wire.Request, cut: wire.Chunk, buffer: torch.Tensor
+    ) -> torch.Tensor:
+        packed = cut.packed(self._layout.page_bytes)
+        part = cut.part_of(self._layout)
+        pieces = plan(part, packed, cut.of(request.blocks), range(cut.count))
+        self._copier.copy(pieces, self._region, buffer.data_ptr(), dst_nbytes=buffer.numel())
+        return buffer[: packed.extent_bytes]
+
+    def close(self) -> None:
+        self._index.close()
+
+
+class Line:
+    """The owner's end of one reader's connection, and the answer it is in the middle of."""
+
+    def __init__(self, name: str, source: Source, buffer_bytes: int) -> None:
+        """Raises IpcError."""
+        self._source = source
+        self._requests = KVPipe.attach(f"{name}q", end=RECEIVE)
+        try:
+            self._data = KVPipe.attach(f"{name}d", end=SEND)
+        except IpcError:
+            self._requests.close()
+            raise
+        self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
+        self._frames: Iterator[torch.Tensor | None] = iter([None])  # the greeting
+        self._moved_s = time.monotonic()
+        self._take_next()
+
+    @property
+    def busy(self) -> bool:
+        return self._sending
+
+    def turn(self, look: bool) -> bool:
+        """Send one frame, or begin with the next request: True when there was something to do.
+
+        ``look``: find out whether the reader is still there. Raises IpcError when it is not.
+        """
+        if not self._sending and not self._begin(look):
+            return False
+        try:
+            self._data.send_tensor(self._frame, 0)
+        except WaitTimeout:
+            if time.monotonic() - self._moved_s > STUCK_S:
+                raise
+            return False
+        self._moved_s = time.monotonic()
+        self._take_next()
+        return True
+
+    def _begin(self, look: bool) -> bool:
+        try:
+            # A pipe asks whether its other end lives only when it has waited a little.
+            tensor = self._requests.recv_tensor(SHORTEST_S * 4 if look else 0)
+        except WaitTimeout:
+            return False
+        self._frames = self._source.frames(wire.Request.unpack(tensor), self._buffer)
+        self._moved_s = time.monotonic()
+        self._take_next()
+        return True
+
+    def _take_next(self) -> None:
+        try:
+            self._frame, self._sending = next(self._frames), True
+        except StopIteration:
+            self._frame, self._sending = None, False
+
+    def close(self) -> None:
+        self._requests.close()
+        self._data.close()
+
+
+class Server:
+    """The thread. ``segment``: name of the KV region whose readers it serves."""
+
+    def __init__(
+        self, settings: ConnectorSettings, segment: str, region: Span, layout: KVLayout
+    ) -> None:
+        self._source = Source(settings, region, layout)
+        self._buffer_bytes = max(CHUNK_BYTES, layout.page_bytes)
+        self._names = settings.index_name.removesuffix("index")
+        self._door = door_of(segment)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(self._door)
+        self._lines: list[Line] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="pdnode-kv-sender", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        with suppress(IpcError):
+            knock(self._door, b"")
+        self._thread.join(LOOK_S * 2)
+
+    def _serve(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            # Also after a bug of ours: a reader is better refused than left waiting.
+            self._socket.close()
+            for line in self._lines:
+                line.close()
+            self._source.close()
+
+    def _take_turns(self) -> None:
+        pause_s = LOOK_S
+        while not self._closing:
+            self._open_door(pause_s)
+            moved = [self._turn(line, look=pause_s == LOOK_S) for line in [*self._lines]]
+            if any(moved):
+                pause_s = 0.0
+            elif any(line.busy for line in self._lines):
+                pause_s = min(max(pause_s * 1.5, SHORTEST_S), LONGEST_S)
+            else:
+                pause_s = LOOK_S
+
+    def _turn(self, line: Line, look: bool) -> bool:
+        try:
+            return line.turn(look)
+        except IpcError as error:
+            logger.info("a reader of this KV is gone: %s", error)
+            self._lines.remove(line)
+            line.close()
+            return True
+
+    def _open_door(self, pause_s: float) -> None:
+        """Take all knocks that are there; wait ``pause_s`` for the first."""
+        if pause_s < LOOK_S:
+            time.sleep(pause_s)  # A socket's timeout is rounded up to a millisecond.
+            pause_s = 0.0
+        self._socket.settimeout(pause_s)
+        with suppress(TimeoutError, BlockingIOError):
+            while True:
+                message = self._knock()
+                if message:
+                    self._connect(message.decode("ascii", "replace"))
+                self._socket.settimeout(0.0)
+
+    def _knock(self) -> bytes:
+        message, extra, _, _ = self._socket.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
+        uids = [_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[1] for _, _, data in extra]
+        # Abstract names have no owner: anybody on this machine may knock.
+        return message if uids == [os.getuid()] else b""
+
+    def _connect(self, name: str) -> None:
+        try:
+            if not name.startswith(self._names):
+                raise PipeError(f"{name!r} is not a name of this node")
+            self._lines.append(Line(name, self._source, self._buffer_bytes))
+        except IpcError as error:
+            logger.warning("no connection for a reader of this KV: %s", error)

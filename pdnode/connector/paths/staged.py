@@ -1,0 +1,197 @@
+"""The reader's end of the staged path: ask the owner's worker for blocks, receive them by a ring.
+
+    reader                                    owner (serving.py)
+      make both pipes, knock with their name ->  open them, greet
+      take the names out of /dev/shm         <-
+      request ------------------------------->   are the blocks still the entry's?
+      scatter chunk by chunk            <------  answer, then one chunk after the other
+
+One connection per owner and rank, made at its first load (for every planned pair: the self-test). A
+death on either side is seen by the pipe at once; a peer that is only silent costs ``SILENCE_S``, is
+then left alone for ``REST_S``, and the load fails. After any failure the connection is made anew,
+because the rest of the old answer may still come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from ipc.copy import HostCopier, plan
+from ipc.errors import CopyRefused, IpcError, PeerGone, PipeError, StaleRead, WaitTimeout
+from ipc.pipe import RECEIVE, SEND, KVPipe
+from ipc.records import KVLayout
+from pdnode.connector.metadata import Load
+from pdnode.connector.paths import wire
+from pdnode.connector.paths.base import Home, KvPath
+from pdnode.kvpath import PIPE_SLOT_BYTES, PIPE_SLOTS
+
+SILENCE_S = 5.0
+REST_S = 10.0
+
+
+def door_of(segment: str) -> str:
+    """Where the worker that owns this KV listens: a name that goes with its process."""
+    return f"\0{segment}.staged"
+
+
+class Connection:
+    """Two pipes to one owner. ``layout``: of the owner's KV."""
+
+    def __init__(self, requests: KVPipe, data: KVPipe, door: str, layout: KVLayout) -> None:
+        self._requests, self._data, self._door = requests, data, door
+        self._count = 0
+        self.layout = layout
+
+    def greet(self, name: str) -> None:
+        """Returns when the owner has opened both pipes. Raises PeerGone, WaitTimeout."""
+        knock(self._door, name.encode())
+        self._receive()
+
+    def ask(self, load: Load, page_bytes: int) -> wire.Answer:
+        """Raises what the owner's refusal means."""
+        self._count += 1
+        request = wire.Request(
+            number=self._count,
+            boot_id=load.entry.boot_id,
+            generation=load.entry.generation,
+            page_bytes=page_bytes,
+            transfer_id=load.entry.transfer_id,
+            blocks=load.src_blocks,
+        )
+        self._requests.send_tensor(request.pack(), SILENCE_S)
+        knock(self._door, b"")
+        answer = wire.Answer.unpack(self._receive())
+        if answer.number != self._count:
+            raise PipeError(f"answer {answer.number} to request {self._count}: out of step")
+        if answer.refusal:
+            error, reason = wire.REASONS[wire.Refusal(answer.refusal)]
+            raise error(f"no KV of transfer {load.entry.transfer_id}: {reason}")
+        return answer
+
+    def chunk(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes]. Raises StaleRead when the owner gave the entry up meanwhile."""
+        tensor = self._receive()
+        if tensor is None:
+            raise StaleRead("the owner gave the blocks up while it was sending them")
+        if tensor.dtype != torch.uint8 or tensor.numel() != nbytes:
+            raise PipeError(f"a chunk of {tensor.numel()} {tensor.dtype}, expected {nbytes} bytes")
+        return tensor
+
+    def _receive(self) -> torch.Tensor | None:
+        return self._data.recv_tensor(SILENCE_S)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._data.close()
+
+
+class StagedPath(KvPath):
+    kind: ClassVar[str] = "staged"
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(home)
+        self._copier = HostCopier()
+        self._resting: dict[int, float] = {}
+
+    def _open(self, owner: int, boot_id: int) -> Connection:
+        self._refuse_resting(owner, boot_id)
+        record = self._home.record(owner, boot_id)
+        settings = self._home.settings
+        name = f"{settings.segment_prefix}.{settings.boot_id:016x}.{self._home.rank}{owner:x}"
+        with _pair(name, settings.kv_flag) as pipes, self._noting_silence(boot_id):
+            made = Connection(*pipes, door_of(record.segment), record.layout)
+            made.greet(name)
+        return made
+
+    def _copy(self, load: Load, peer: Connection) -> int:
+        try:
+            with self._noting_silence(load.entry.boot_id):
+                return self._receive(load, peer)
+        except IpcError:
+            self.close_peer(load.entry.owner)
+            raise
+
+    def _receive(self, load: Load, peer: Connection) -> int:
+        page_bytes = self._home.layout.page_bytes
+        answer = peer.ask(load, page_bytes)
+        cuts = [*wire.chunks(self._home.layout.num_layers, page_bytes, len(load.src_blocks))]
+        if len(cuts) != answer.chunks:
+            raise CopyRefused(
+                f"the owner sends {answer.chunks} chunks, this engine expects {len(cuts)}: they "
+                "differ in the number of layers"
+            )
+        return sum(self._scatter(load, cut, peer) for cut in cuts)
+
+    def _scatter(self, load: Load, cut: wire.Chunk, peer: Connection) -> int:
+        packed = cut.packed(self._home.layout.page_bytes)
+        tensor = peer.chunk(packed.extent_bytes)
+        own = cut.part_of(self._home.layout)
+        pieces = plan(packed, own, range(cut.count), cut.of(load.dst_blocks))
+        return self._copier.copy(
+            pieces, tensor.data_ptr(), self._home.region, src_nbytes=tensor.numel()
+        )
+
+    def _gone(self, owner: int, boot_id: int, peer: Connection) -> bool:
+        return not self._home.is_alive(owner, boot_id)
+
+    @contextlib.contextmanager
+    def _noting_silence(self, boot_id: int) -> Iterator[None]:
+        try:
+            yield
+        except WaitTimeout:
+            now = time.monotonic()
+            self._resting = {b: until for b, until in self._resting.items() if until > now}
+            self._resting[boot_id] = now + REST_S
+            raise
+
+    def _refuse_resting(self, owner: int, boot_id: int) -> None:
+        left_s = self._resting.get(boot_id, 0.0) - time.monotonic()
+        if left_s > 0:
+            raise PeerGone(
+                f"slot {owner} sent nothing for {SILENCE_S:.0f} s; it is asked again in "
+                f"{left_s:.0f} s"
+            )
+
+
+def knock(door: str, message: bytes) -> None:
+    """Wake the thread behind the door. Raises PeerGone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(SILENCE_S if message else 0.0)
+        try:
+            sock.sendto(message, door)
+        except BlockingIOError:
+            pass  # So many knocks are waiting there already that it will look at every pipe.
+        except TimeoutError:
+            raise WaitTimeout(f"the owner took no connection for {SILENCE_S:.0f} s") from None
+        except OSError as error:
+            raise PeerGone(f"the owner's worker is not there to send KV ({error})") from None
+
+
+@contextlib.contextmanager
+def _pair(name: str, flag: str) -> Iterator[tuple[KVPipe, KVPipe]]:
+    """(requests, data), for as long as the owner needs to open them; closed when it does not."""
+    requests = KVPipe.create(
+        f"{name}q", wire.REQUEST_SLOTS, wire.REQUEST_SLOT_BYTES, end=SEND, flag=flag
+    )
+    with _nameless_after(requests):
+        data = KVPipe.create(f"{name}d", PIPE_SLOTS, PIPE_SLOT_BYTES, end=RECEIVE, flag=flag)
+        with _nameless_after(data):
+            yield requests, data
+
+
+@contextlib.contextmanager
+def _nameless_after(pipe: KVPipe) -> Iterator[None]:
+    """Once both ends are open, or never will be, a name could only be left behind."""
+    try:
+        yield
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        pipe.unlink()

@@ -1,0 +1,71 @@
+"""What we add to vLLM's HTTP server, through its ``--middleware`` hook.
+
+``/pd...`` routes, a key for everything but ``/health``, and no new work while the node stops.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdnode.status import node_status
+from pdnode.vllm_compat import AuthenticationMiddleware
+
+if TYPE_CHECKING:
+    from pdnode.node import Node
+
+MIDDLEWARE = "pdnode.http_routes.PdRoutes"
+"""Import path for vLLM's ``--middleware``."""
+
+OPEN_PATHS = frozenset({"/health"})
+"""For the machine's own health checks; it tells nothing."""
+
+
+class PdRoutes:
+    """ASGI middleware, one per app."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._keys: AuthenticationMiddleware | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self._begin(scope)
+        response = self._answer(scope) if scope["type"] == "http" else None
+        await (response or self._app)(scope, receive, send)
+
+    def _begin(self, scope: Scope) -> None:
+        state = scope["app"].state
+        self._node: Node = state.engine_client.engine_core.node
+        # vLLM puts its uvicorn server here before it starts it: our handle to end it.
+        self._node.http_server = state.server
+        if keys := self._node.api_keys:
+            self._keys = AuthenticationMiddleware(self._app, keys)
+
+    def _answer(self, scope: Scope) -> JSONResponse | None:
+        """None: vLLM's to answer."""
+        path, method = scope["path"], scope["method"]
+        if not self._may_enter(scope, path):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        if path == "/pd/status":
+            if method != "GET":
+                return JSONResponse({"detail": "Method Not Allowed"}, status_code=405)
+            return JSONResponse(node_status(self._node))
+        if method == "POST" and self._node.draining:
+            return _stopping()
+        return None
+
+    def _may_enter(self, scope: Scope, path: str) -> bool:
+        # vLLM's own check covers /v1 only; its metrics, tokenizer and cache routes are as private.
+        if self._keys is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        return self._keys.verify_token(Headers(scope=scope))
+
+
+def _stopping() -> JSONResponse:
+    message = "The node is stopping: running requests finish, new ones are not taken."
+    error = {"message": message, "type": "service_unavailable", "param": None, "code": 503}
+    return JSONResponse({"error": error}, status_code=503, headers={"Retry-After": "30"})
