@@ -65,10 +65,13 @@ def encode(frame: Frame, number: int) -> bytes:
     return raw + bytes(-len(raw) % _ALIGN)
 
 
-def decode(raw: bytes, number: int, limit_bytes: int) -> tuple[Frame, int]:
-    """(a frame with fresh memory, bytes of header). `raw`: the first slot, or its beginning.
+def decode(
+    raw: bytes, number: int, limit_bytes: int, out: torch.Tensor | None = None
+) -> tuple[Frame, int]:
+    """(a frame to fill, bytes of header). `raw`: the first slot, or its beginning.
 
-    Raises PipeError when the header is damaged, FrameTooLarge.
+    The frame lies in `out`, or in fresh memory. Raises PipeError when the header is damaged,
+    FrameTooLarge, TensorUnsupported when `out` is not of its kind.
     """
     magic, dims, found, nbytes, name = _HEAD.unpack_from(raw)
     if magic != MAGIC or found != number or (dims > MAX_DIMS and dims != _NONE):
@@ -81,7 +84,18 @@ def decode(raw: bytes, number: int, limit_bytes: int) -> tuple[Frame, int]:
     shape = struct.unpack_from(f"={dims}Q", raw, _HEAD.size)
     if dtype is None or math.prod(shape) * dtype.itemsize != nbytes:
         raise PipeError(f"frame {number} is damaged: {shape} of {name!r} in {nbytes} bytes")
-    return Frame(torch.empty(shape, dtype=dtype)), header_bytes(dims)
+    if out is not None:
+        _check_out(out, shape, dtype)
+    return Frame(torch.empty(shape, dtype=dtype) if out is None else out), header_bytes(dims)
+
+
+def _check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    plain = out.layout is torch.strided and out.device.type == "cpu" and not out.requires_grad
+    if not plain or not out.is_contiguous() or (tuple(out.shape), out.dtype) != (shape, dtype):
+        raise TensorUnsupported(
+            f"a tensor of {dtype}, shape {shape}, cannot be received into one of {out.dtype}, "
+            f"shape {tuple(out.shape)}: it takes a contiguous one of the same kind in host memory"
+        )
 
 
 def header_bytes(dims: int) -> int:

@@ -113,16 +113,21 @@ class KVPipe:
             raise
         self._numbers[1] += 1
 
-    def recv_tensor(self, timeout_s: float | None = None) -> torch.Tensor | None:
-        """The next tensor, contiguous, in fresh memory; None when None was sent.
+    def recv_tensor(
+        self, timeout_s: float | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The next tensor, contiguous; None when None was sent.
 
-        Raises WaitTimeout (nothing is lost: the next call goes on), PeerGone when the sender died,
-        PipeClosed when it closed and everything was received; PipeError when the ring is damaged.
+        It lies in `out` where one is given (same shape and dtype, contiguous), else in fresh
+        memory, whose first touch costs more than the copy. Raises WaitTimeout (nothing is lost: the
+        next call goes on, with the memory of this one), TensorUnsupported when `out` does not fit
+        (the tensor is still the next), PeerGone when the sender died, PipeClosed when it closed and
+        everything was received; PipeError when the ring is damaged.
         """
         self._require(RECEIVE)
         wait = Wait(timeout_s)
         if self._frame is None:
-            self._begin(wait)
+            self._begin(wait, out)
         frame = self._frame
         while frame.left:
             self._await(wait)
@@ -174,11 +179,11 @@ class KVPipe:
             self._advance(publish=not whole)
         self._shared.words[_LINES[SEND] >> 3] = self._numbers[0]
 
-    def _begin(self, wait: Wait) -> None:
+    def _begin(self, wait: Wait, out: torch.Tensor | None) -> None:
         self._await(wait)
         at = self._slot_at()
         raw = self._shared.mm[at : at + _MIN_SLOT_BYTES]
-        frame, header = frames.decode(raw, self._numbers[1], self.max_frame_bytes)
+        frame, header = frames.decode(raw, self._numbers[1], self.max_frame_bytes, out)
         self._move(frame, header)
         self._frame = frame
         self._advance()

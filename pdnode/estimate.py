@@ -235,6 +235,7 @@ class Estimator:
         """Since the last call, node-wide: dropped by caches, and computed although once held."""
         self._evicted = self._evicted * MEMORY + evicted_tokens
         self._recomputed = self._recomputed * MEMORY + recomputed_tokens
+        self._until_refit -= 1
 
     def observe_output(self, tokens: int) -> None:
         self._output.append(tokens)

@@ -31,6 +31,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 "kv_blocks_free": load.blocks_free,
                 "running": load.running,
                 "waiting": load.waiting,
+                "pool_tokens": load.pool_tokens,
                 "restarts": engine.restarts,
                 "last_error": engine.last_error,
             }

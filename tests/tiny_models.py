@@ -37,7 +37,7 @@ A list of things that people want to know: how many days there are in a year, wh
 which number comes after ninety nine, and whether the train that left the station this morning has arrived.
 user assistant system {"name": "value", "items": [1, 2, 3], "ok": true, "none": null}
 def main(argument):\n    return [item for item in argument if item is not None]
-"""  # noqa: E501
+"""
 
 
 def tiny_llama(

@@ -123,11 +123,9 @@ def _open_range(kind: Kind, window: Window, fd: int, device: Device):
     if kind == Kind.LEGACY:
         base = driver.ipc_open(window.handle)
         return base, lambda: driver.ipc_close(base)
-    if kind == Kind.FABRIC:
-        allocation = driver.vmm_import_fabric(window.handle)
-    else:
-        allocation = driver.vmm_import_fd(fd)
-    return vmm.map_allocation(allocation, window.range_bytes, device)
+    fabric = kind == Kind.FABRIC
+    imported = driver.vmm_import_fabric(window.handle) if fabric else driver.vmm_import_fd(fd)
+    return vmm.map_allocation(imported, window.range_bytes, device)
 
 
 def _stale(record: CudaRecord) -> list[Mapping]:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pdnode.vllm_compat import BlockPool, Request
 
 STORE_STEP_BYTES = 64 << 20
-"""Copied into the pool after one step at most: some milliseconds, less than a prefill chunk costs."""
+"""Copied into the pool after one step at most: milliseconds, where a prefill chunk costs more."""
 
 
 class Running:
-    """One request with blocks. ``offered``: of its blocks, those that were looked at for storing."""
+    """A request with blocks. ``offered``: how many of them were looked at for storing."""
 
     __slots__ = ("block_ids", "offered", "request")
 

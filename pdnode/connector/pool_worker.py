@@ -51,7 +51,8 @@ class PoolWorker:
         return hit
 
     def _copy(self, load: PoolLoad, hits: list[Hit], owner: int) -> int:
-        pairs = [(h.page, b) for h, b in zip(hits, load.dst_blocks, strict=True) if h.owner == owner]
+        both = zip(hits, load.dst_blocks, strict=True)
+        pairs = [(hit.page, block_id) for hit, block_id in both if hit.owner == owner]
         pages, blocks = zip(*pairs, strict=True)
         copy = plan(self._pool.kv_layout(owner), self._home.layout, pages, blocks)
         return self._copier.copy(copy, self._pool, self._home.region)

@@ -42,6 +42,8 @@ logger = init_logger(__name__)
 PATHS: dict[str, type[KvPath]] = {
     path.kind: path for path in (ShmPath, StagedPath, cuda_ipc.CudaIpcPath)
 }
+GENERATION = 1
+"""Of a worker's KV region: it has one in its life."""
 LOOK_S = 0.5
 """How often peers are looked after, also by an engine that has nothing to do."""
 
@@ -100,7 +102,14 @@ class WorkerHalf:
         name = f"{self._settings.segment_prefix}.{self._settings.boot_id:016x}.kv{self._rank}"
         on_gpu = cuda_ipc.CudaIpcPath.kind in self._settings.kv_served
         create = cuda_ipc.CudaRegion.create if on_gpu else HostRegion.create
-        self._region = create(name, nbytes, flag=self._settings.kv_flag)
+        self._region = create(
+            name,
+            nbytes,
+            flag=self._settings.kv_flag,
+            boot_id=self._settings.boot_id,
+            generation=GENERATION,
+            fingerprint=bytes.fromhex(self._settings.fingerprint),
+        )
         return self._region
 
     def publish(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -121,7 +130,7 @@ class WorkerHalf:
                 nbytes=self._region.nbytes,
                 **asdict(layout),
                 boot_id=self._settings.boot_id,
-                generation=1,
+                generation=GENERATION,
                 fingerprint=bytes.fromhex(self._settings.fingerprint),
                 worker_pid=os.getpid(),
             ),

@@ -45,6 +45,11 @@ def batch_of_cuda_12_8():
     _shuffled_blocks(CudaCopier(with_kernel=False))
 
 
+@case()
+def batch_as_the_driver_has_it():
+    _shuffled_blocks(CudaCopier(with_kernel=False))
+
+
 @case(FAKE_CUDA_VERSION=12040)
 def one_by_one_before_cuda_12_8():
     device()

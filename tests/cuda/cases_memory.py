@@ -191,9 +191,9 @@ def close_from_another_thread_while_copies_start():
     with Owner() as other, region("mine") as mine:
         peer, copier = other.attach(), CudaCopier(with_kernel=False, max_in_flight=2)
         other.kill()
+        copies = int(copier.copy(WHOLE, peer, mine) == NBYTES)
         killer = threading.Timer(0.05, close_dead, (7, 5.0))
         killer.start()
-        copies = 0
         try:
             while True:
                 copies += copier.copy(WHOLE, peer, mine) == NBYTES

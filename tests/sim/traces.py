@@ -95,11 +95,11 @@ def _conversation(rng, texts: _Texts, system: list[int], turns: int, start_ms: f
     return session
 
 
-def rag(per_s: float = 22.0, requests: int = REQUESTS) -> list[Session]:
+def rag(per_s: float = 22.0, requests: int = REQUESTS, documents_n: int = 400) -> list[Session]:
     """One of 400 documents of 4,000 to 16,000 tokens, popular ones often, then a question."""
     rng, texts = random.Random("rag"), _Texts()
-    documents = [texts.new(rng.randrange(32, 126) * BLOCK) for _ in range(400)]
-    popularity = _zipf(400)
+    documents = [texts.new(rng.randrange(32, 126) * BLOCK) for _ in range(documents_n)]
+    popularity = _zipf(documents_n)
     sessions = []
     for start_ms, _ in zip(_arrivals(rng, per_s), range(requests), strict=False):
         document = rng.choices(documents, popularity)[0]

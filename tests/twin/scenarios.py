@@ -55,7 +55,10 @@ def may_share_a_batch(recorded: Recorded | Exception) -> bool:
     """Cases that the engines see, once, and that can be given a prefix cache of their own."""
     if isinstance(recorded, Exception) or recorded.case.path not in (COMPLETIONS, CHAT):
         return False
-    return recorded.case.way not in (Way.NOWHERE, Way.MANY)
+    # Under load several tokens come in one chunk, from which vLLM's tool parser may lose a call's
+    # name: so does the twin.
+    streamed_tools = recorded.request.streams and "tools" in recorded.request.body
+    return recorded.case.way not in (Way.NOWHERE, Way.MANY) and not streamed_tools
 
 
 # --- clients that leave --------------------------------------------------------------------------

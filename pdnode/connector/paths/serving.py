@@ -7,6 +7,7 @@ is read only while the entry pins its blocks; the reader asks once more when it 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from ipc.copy import HostCopier, Span, plan
+from ipc.copy import HostCopier, Span, Strip, plan
 from ipc.errors import IpcError, PipeError, WaitTimeout
 from ipc.index import Index
 from ipc.pipe import RECEIVE, SEND, KVPipe
@@ -92,8 +93,16 @@ class Source:
         packed = cut.packed(self._layout.page_bytes)
         part = cut.part_of(self._layout)
         pieces = plan(part, packed, cut.of(request.blocks), range(cut.count))
+        if len(pieces.strips) == 1 and pieces.strips[0].rows == 1:
+            return self._in_place(pieces.strips[0])
         self._copier.copy(pieces, self._region, buffer.data_ptr(), dst_nbytes=buffer.numel())
         return buffer[: packed.extent_bytes]
+
+    def _in_place(self, strip: Strip) -> torch.Tensor:
+        """One piece needs no gathering: the pipe copies it out of the KV itself."""
+        at = self._region.address + strip.src_off
+        raw = (ctypes.c_char * strip.nbytes).from_address(at)
+        return torch.frombuffer(raw, dtype=torch.uint8)
 
     def close(self) -> None:
         self._index.close()

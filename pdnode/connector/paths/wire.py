@@ -124,7 +124,8 @@ def chunks(
 
     Layers outermost: in vLLM's caches a layer's blocks lie together, so pieces stay long.
     """
-    count = max(1, min(blocks, limit // page_bytes))
+    most = max(1, min(blocks, limit // page_bytes))
+    count = -(-blocks // -(-blocks // most))  # as many cuts as it takes, and about equal ones
     layers = max(1, limit // (count * page_bytes)) if count == blocks else 1
     for layer in range(0, num_layers, layers):
         for first in range(0, blocks, count):
