@@ -52,14 +52,20 @@ def each_us(call: Callable[[object], object], arguments: Iterable) -> list[float
     return [t / 1000 for t in times]
 
 
-def median_gb_per_s(call: Callable[[], object], nbytes: int, repeats: int) -> float:
-    """The median of ``repeats`` runs, in GB/s."""
-    times = []
+def seconds_in_turn(calls: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Of each call, ``repeats`` times; they take turns, so that noise hits all alike."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return nbytes / statistics.median(times) / 1e9
+        for call, mine in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            mine.append(time.perf_counter() - begin)
+    return times
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of ratios of neighbours, not the ratio of medians: that one is noise to noise."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -24,6 +24,7 @@ from pdnode.assign import Assignment, Machine, assign
 from pdnode.device import CpuDevice, Device
 from pdnode.errors import ConfigError
 from pdnode.nvml import NoNvml, discover_nvml
+from pdnode.placement import PlacementConfig
 from pdnode.topology import discover_cpu
 
 DEFAULT_HOST = "127.0.0.1"
@@ -55,6 +56,7 @@ class NodeConfig:
     host: str
     port: int
     flow: str
+    placement: PlacementConfig
     asked_kv_path: str
     """``auto``, or the path that every pair takes."""
     strict: bool
@@ -169,6 +171,9 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         host=host,
         port=parsed.port,
         flow=own.flow,
+        placement=PlacementConfig(
+            prefill_policy=own.prefill_policy, decode_policy=own.decode_policy, split=own.split
+        ),
         asked_kv_path=own.kv_path,
         strict=own.strict,
         dry_run=own.dry_run,

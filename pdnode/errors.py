@@ -7,6 +7,7 @@
       EngineFailed          an engine died or hung while the node was serving
       NoEngine              no engine is left that may take this request: HTTP 503
       HandoffLost           the KV of one request was gone or replaced before it was copied
+      BadRole               POST /pd/role named an engine or a role that does not exist: HTTP 400
       EnginesDisagree       a call to all engines got answers that cannot be one answer
 
 ``exit_code`` is what the launcher returns when the error ends the node.
@@ -40,6 +41,10 @@ class NoEngine(PdNodeError):
 
 
 class HandoffLost(PdNodeError):
+    pass
+
+
+class BadRole(PdNodeError):
     pass
 
 

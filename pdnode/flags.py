@@ -52,6 +52,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="when decode starts to pull KV: after prefill (default), or with it",
     )
     group.add_argument(
+        "--split",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="split requests between the roles, or never: plain data-parallel engines, to compare",
+    )
+    group.add_argument(
         "--kv-path",
         choices=KV_PATHS,
         default=KV_PATHS[0],
@@ -82,6 +88,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_role(group: argparse._ArgumentGroup, role: str, other: str) -> None:
+    group.add_argument(
+        f"--{role}-policy",
+        choices=("round-robin", "least-loaded", "prefix-aware"),
+        default="prefix-aware",
+        help=f"which {role} engine gets a request (default: %(default)s)",
+    )
     group.add_argument(
         f"--{role}-gpus",
         metavar="IDS",

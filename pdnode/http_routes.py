@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdnode.errors import BadRole
 from pdnode.status import node_status
 from pdnode.vllm_compat import AuthenticationMiddleware
 
@@ -35,6 +38,8 @@ class PdRoutes:
         if scope["type"] == "lifespan":
             self._begin(scope)
         response = self._answer(scope) if scope["type"] == "http" else None
+        if response is None and scope["type"] == "http" and scope["path"] == "/pd/role":
+            response = await self._role(Request(scope, receive))
         await (response or self._app)(scope, receive, send)
 
     def _begin(self, scope: Scope) -> None:
@@ -58,11 +63,28 @@ class PdRoutes:
             return _stopping()
         return None
 
+    async def _role(self, request: Request) -> JSONResponse:
+        if request.method != "POST":
+            return JSONResponse({"detail": "Method Not Allowed"}, status_code=405)
+        try:
+            wanted = json.loads(await request.body())
+            self._node.change_role(wanted["engine"], wanted["role"])
+        except (ValueError, KeyError, TypeError) as error:
+            return _bad_request(f'POST {{"engine": "prefill-0", "role": "decode"}} here ({error})')
+        except BadRole as error:
+            return _bad_request(str(error))
+        return JSONResponse(node_status(self._node))
+
     def _may_enter(self, scope: Scope, path: str) -> bool:
         # vLLM's own check covers /v1 only; its metrics, tokenizer and cache routes are as private.
         if self._keys is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         return self._keys.verify_token(Headers(scope=scope))
+
+
+def _bad_request(message: str) -> JSONResponse:
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+    return JSONResponse({"error": error}, status_code=400)
 
 
 def _stopping() -> JSONResponse:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 AUTO, SHM, STAGED, CUDA_IPC = "auto", "shm", "staged", "cuda-ipc"
 
-PIPE_SLOTS, PIPE_SLOT_BYTES = 16, 256 << 10
+PIPE_SLOTS, PIPE_SLOT_BYTES = 16, 512 << 10
 """Of the ring that a staged hand-off goes through, one per ordered pair of engines and rank."""
-CHUNK_BYTES = 1 << 20
-"""Of one tensor in it: a quarter of the ring, so that one is sent while another is received."""
+CHUNK_BYTES = (2 << 20) - 4096
+"""Of one tensor in it, at most: with its header a quarter of the ring, so that one is sent while
+another is received. Each costs some tens of microseconds at both ends, whatever its size."""
 
 FAKE_DRIVER = "PDNODE_FAKE_CUDA"
 """For tests only: a stand-in for NVIDIA's driver library, whose device memory is host memory."""

@@ -22,7 +22,7 @@ from pdnode.config import NodeConfig
 from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.engine import Engine, kv_transfer_config
-from pdnode.errors import EngineFailed, NodeStartError, PdNodeError
+from pdnode.errors import BadRole, EngineFailed, NodeStartError, PdNodeError
 from pdnode.placement import NodeView
 from pdnode.progress import Progress
 from pdnode.split_client import SplitClient
@@ -59,6 +59,17 @@ class Node:
         self._stop = asyncio.Event()
         self.http_server: Any = None
         self.supervisor: Supervisor | None = None
+
+    def change_role(self, engine_id: str, role: str) -> None:
+        """What placement sends the engine from now on; nothing running moves. Raises BadRole."""
+        engine = next((e for e in self.engines if e.engine_id == engine_id), None)
+        if engine is None or role not in ("prefill", "decode"):
+            known = ", ".join(e.engine_id for e in self.engines)
+            raise BadRole(
+                f"no engine {engine_id!r} with a role {role!r}: engines are {known}, roles prefill and decode"
+            )
+        engine.role = role
+        self.supervisor.publish(engine)
 
     @property
     def api_keys(self) -> list[str]:

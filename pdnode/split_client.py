@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ipc.index import Index
@@ -84,6 +84,7 @@ class SplitClient(FanOut):
         self._pumps: dict[int, asyncio.Task] = {}
         self._waiting: list[Journey] = []
         self._tasks: set[asyncio.Task] = set()
+        self._on_cpu = engines[0].spec.device.kind == "cpu"
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
 
     # --- vLLM's side -----------------------------------------------------------------------------
@@ -166,14 +167,32 @@ class SplitClient(FanOut):
             ),
             block_size=self._shape.block_size,
             max_model_len=self._shape.max_model_len,
+            config=self._config.placement,
+            turn=self.counters.requests,
         )
 
     def _place(self, request: EngineCoreRequest) -> Plan | Decline:
-        return place(facts_of(request, self._custom_logits_processors), self.view())
+        facts = facts_of(request, self._custom_logits_processors)
+        plan = place(facts, self.view())
+        if (
+            isinstance(plan, Plan)
+            and plan.prefill is None
+            and self._must_not_be_cut(request, facts)
+        ):
+            # Two legs on the one engine: the first, which computes the prompt, has no seed.
+            return replace(plan, prefill=plan.decode, token1=token1.Token1.RESAMPLE)
+        return plan
+
+    def _must_not_be_cut(self, request: EngineCoreRequest, facts: Facts) -> bool:
+        """A seeded request whose prompt takes two steps ends vLLM's CPU worker (0.32:
+        ``_bookkeeping_sync`` rewinds the generator, and CPU generators cannot be)."""
+        params = request.sampling_params
+        divisible = facts.token1 is token1.Token1.RESAMPLE and not facts.whole
+        return self._on_cpu and divisible and params is not None and token1.draws_seeded(params)
 
     def _count(self, plan: Plan) -> None:
         self.counters.requests += 1
-        if plan.prefill is None:
+        if plan.prefill is None or plan.prefill == plan.decode:
             self.counters.single_engine += 1
             self.counters.single_engine_reasons[plan.reason] += 1
 
@@ -284,7 +303,7 @@ class SplitClient(FanOut):
     def _count_handoff(self, journey: Journey, recomputed: int) -> bool:
         """False: the request must end, because --strict allows no silent second prefill."""
         if not recomputed:
-            self.counters.handoffs += 1
+            self.counters.handoffs += journey.plan.prefill != journey.plan.decode
             self.counters.handoffs_by_pair[journey.plan.prefill, journey.plan.decode] += 1
             return True
         self.counters.recomputed_prompt_tokens += recomputed

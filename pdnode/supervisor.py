@@ -69,10 +69,10 @@ class Supervisor:
         engine.begin_boot()
         # What its last life left in the index is no longer true.
         self._index.sweep(engine.slot)
-        self._publish(engine)
+        self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
         await asyncio.to_thread(engine.start)
-        self._publish(engine)
+        self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
 
     async def follow_starts(self) -> None:
@@ -89,7 +89,7 @@ class Supervisor:
             return False
         return region is not None and region.boot_id == engine.boot_id
 
-    def _publish(self, engine: Engine) -> None:
+    def publish(self, engine: Engine) -> None:
         self._index.set_control(
             engine.slot,
             engine_id=engine.engine_id,
@@ -125,7 +125,7 @@ class Supervisor:
             return
         engine.state = EngineState.DEAD
         engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
-        self._publish(engine)
+        self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
         self._spawn(self._replace(engine))
 
@@ -159,7 +159,7 @@ class Supervisor:
             await self.client.engine_back(engine)
             return
         engine.state = EngineState.FAILED
-        self._publish(engine)
+        self.publish(engine)
         self._progress.line(
             f"{engine.engine_id} died {len(BACKOFF_S)} times within {CRASH_WINDOW_S:.0f} s and stays "
             f"down: {engine.last_error}"

@@ -23,6 +23,8 @@ from pdnode import reaper, rundir
 from tests.leftovers import anonymous_names, names_of, still_there
 
 BLOCK = 128
+CHUNKS = ("--max-num-batched-tokens", "512")
+"""The prompts of these tests are computed in several steps."""
 PROMPT = [(7 * i) % 400 + 10 for i in range(700)]
 
 pytestmark = pytest.mark.kill
@@ -37,7 +39,9 @@ def slow_model() -> Path:
 @pytest.fixture(scope="module")
 def node(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     log = tmp_path_factory.mktemp("survival") / "node.log"
-    node = Node(str(slow_model), log, *ENGINE_ARGS, "--health-timeout", "5", prefill=2, decode=2)
+    node = Node(
+        str(slow_model), log, *ENGINE_ARGS, "--health-timeout", "5", *CHUNKS, prefill=2, decode=2
+    )
     try:
         node.wait_ready()
         yield node
@@ -93,6 +97,48 @@ def killer(node: Node, role: str, process: str, number: int = signal.SIGKILL):
         os.kill(engine["pid"] if process == "core" else engine["worker_pids"][0], number)
 
     return kill
+
+
+@pytest.mark.parametrize("length", [100, 600])
+def test_a_seeded_request_of_one_engine_does_not_end_it(node, length):
+    """vLLM's CPU worker ends when a seeded request's own prompt is computed in two steps."""
+    before = all_ready(node)
+    body = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT[:length],
+        "max_tokens": 1,
+        "seed": 1,
+        "temperature": 1,
+    }
+    answers = [node.http.post("/v1/completions", json=body).json() for _ in range(2)]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    after = node.status()
+    assert after["counters"]["single_engine"] == before["counters"]["single_engine"] + 2
+    assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
+
+
+def test_roles_change_under_load_and_change_no_answer(node):
+    expected = tokens_of(node)
+    answers: list[list[int]] = []
+    asking = [threading.Thread(target=lambda: answers.append(tokens_of(node))) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    flips = 0
+    while any(thread.is_alive() for thread in asking):
+        role = ("decode", "prefill")[flips % 2]
+        body = {"engine": "prefill-1", "role": role}
+        assert node.http.post("/pd/role", json=body).status_code == 200
+        flips += 1
+    node.http.post("/pd/role", json={"engine": "prefill-1", "role": "prefill"})
+    assert flips > 2
+    assert answers == [expected] * 4
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"engine": "x", "role": "decode"}', b"[]"])
+def test_a_bad_role_change_is_refused_and_changes_nothing(node, body):
+    before = [e["role"] for e in node.status()["engines"]]
+    assert node.http.post("/pd/role", content=body).status_code == 400
+    assert [e["role"] for e in node.status()["engines"]] == before
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,10 @@ SHORTEST_S, LONGEST_S = 50e-6, 1e-3
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
+Frame = tuple[torch.Tensor | None, Entry | None]
+"""What to send next, and the entry that must still hold its blocks when it is sent."""
+
+
 class Source:
     """This worker's KV, as readers may have it."""
 
@@ -51,18 +55,22 @@ class Source:
         self._region, self._layout = region, layout
         self._copier = HostCopier()
 
-    def frames(self, request: wire.Request, buffer: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """The answer to a request. A chunk lies in ``buffer`` until the next one is asked for."""
+    def frames(self, request: wire.Request, buffer: torch.Tensor) -> Iterator[Frame]:
+        """The answer to a request. A chunk lies in the KV itself, or in ``buffer`` until the next one
+        is asked for.
+        """
         entry = self._entry(request)
         refusal = self._refusal(request, entry)
         cuts = [] if refusal else [*self._cuts(request)]
         nbytes = self._layout.num_layers * self._layout.page_bytes * len(request.blocks)
-        yield wire.Answer(request.number, refusal, len(cuts), nbytes).pack()
+        yield wire.Answer(request.number, refusal, len(cuts), nbytes).pack(), None
         for cut in cuts:
-            if not self._index.validate(entry):
-                yield None
-                return
-            yield self._gathered(request, cut, buffer)
+            assert entry is not None
+            yield self._gathered(request, cut, buffer) if self.holds(entry) else None, entry
+
+    def holds(self, entry: Entry) -> bool:
+        """May its blocks still be read?"""
+        return self._index.validate(entry)
 
     def _entry(self, request: wire.Request) -> Entry | None:
         deadline = time.monotonic() + PUBLISHING_S
@@ -121,7 +129,7 @@ class Line:
             self._requests.close()
             raise
         self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
-        self._frames: Iterator[torch.Tensor | None] = iter([None])  # the greeting
+        self._frames: Iterator[Frame] = iter([(None, None)])  # the greeting
         self._moved_s = time.monotonic()
         self._take_next()
 
@@ -136,8 +144,11 @@ class Line:
         """
         if not self._sending and not self._begin(look):
             return False
+        tensor, entry = self._frame
+        if entry is not None and not self._source.holds(entry):
+            tensor, self._frames = None, iter(())  # given up, perhaps while the ring was full
         try:
-            self._data.send_tensor(self._frame, 0)
+            self._data.send_tensor(tensor, 0)
         except WaitTimeout:
             if time.monotonic() - self._moved_s > STUCK_S:
                 raise
@@ -158,10 +169,9 @@ class Line:
         return True
 
     def _take_next(self) -> None:
-        try:
-            self._frame, self._sending = next(self._frames), True
-        except StopIteration:
-            self._frame, self._sending = None, False
+        frame = next(self._frames, None)
+        self._sending = frame is not None
+        self._frame: Frame = frame or (None, None)
 
     def close(self) -> None:
         self._requests.close()
