@@ -35,7 +35,7 @@ STUCK_S = 30.0
 """A reader that takes nothing for this long has lost its connection."""
 LOOK_S = 1.0
 """How often an idle thread looks for readers that died."""
-PUBLISHING_S = 0.05
+PUBLISHING_S = 0.005
 """An entry may be unreadable for the microseconds in which its owner writes it."""
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

@@ -104,7 +104,9 @@ class StagedPath(KvPath):
         record = self._home.record(owner, boot_id)
         settings = self._home.settings
         name = f"{settings.segment_prefix}.{settings.boot_id:016x}.{self._home.rank}{owner:x}"
-        with _pair(name, settings.kv_flag) as pipes, self._noting_silence(boot_id):
+        # A frame above half the ring could not be tried again later: a page must fit well.
+        slot_bytes = max(PIPE_SLOT_BYTES, self._home.layout.page_bytes // 4)
+        with _pair(name, slot_bytes, settings.kv_flag) as pipes, self._noting_silence(boot_id):
             made = Connection(*pipes, door_of(record.segment), record.layout)
             made.greet(name)
         return made
@@ -174,13 +176,13 @@ def knock(door: str, message: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _pair(name: str, flag: str) -> Iterator[tuple[KVPipe, KVPipe]]:
+def _pair(name: str, slot_bytes: int, flag: str) -> Iterator[tuple[KVPipe, KVPipe]]:
     """(requests, data), for as long as the owner needs to open them; closed when it does not."""
     requests = KVPipe.create(
         f"{name}q", wire.REQUEST_SLOTS, wire.REQUEST_SLOT_BYTES, end=SEND, flag=flag
     )
     with _nameless_after(requests):
-        data = KVPipe.create(f"{name}d", PIPE_SLOTS, PIPE_SLOT_BYTES, end=RECEIVE, flag=flag)
+        data = KVPipe.create(f"{name}d", PIPE_SLOTS, slot_bytes, end=RECEIVE, flag=flag)
         with _nameless_after(data):
             yield requests, data
 
