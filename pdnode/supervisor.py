@@ -156,6 +156,7 @@ class Supervisor:
             finally:
                 follower.cancel()
             self.watch(engine)
+            self.client.listen(engine)
             await self.client.engine_back(engine)
             return
         engine.state = EngineState.FAILED
