@@ -114,8 +114,7 @@ class ZmqPeer:
         self._ask(b"U" + bytes([database]))
 
     def fill(self, ids: Iterable[str]) -> None:
-        for n, id_ in enumerate(ids):
-            self._ask(b"I" + record(n) + id_.encode())
+        self._ask(b"F" + "\n".join(ids).encode())
 
     def select(self, id_: str) -> tuple | None:
         raw = self._ask(b"S" + id_.encode())
@@ -147,6 +146,8 @@ def serve_zmq(path: str) -> None:
             answer = table.get(rest, b"")
         elif kind == b"I":
             table[rest[RECORD.size :]] = rest[: RECORD.size]
+        elif kind == b"F":
+            table.update((id_, record(n)) for n, id_ in enumerate(rest.split(b"\n")))
         elif kind == b"R":
             table.pop(rest, None)
         elif kind == b"U":

@@ -47,7 +47,7 @@ class Constants:
 
 class Estimates(NamedTuple):
     """Why a plan was chosen. ``stall_ms``: added to all other running streams, summed over them.
-    ``evict_ms``: of computing again what this request's KV pushes out of caches."""
+    ``behind_ms``: added to those that come after, as often as they come. ``evict_ms``: of computing again what this request's KV pushes out of caches."""
 
     new_tokens: int
     wait_ms: float
@@ -56,12 +56,13 @@ class Estimates(NamedTuple):
     decode_ms: float
     stall_ms: float
     evict_ms: float
+    behind_ms: float
     other_ms: float | None = None
     """The total of the best plan of the other kind (split, or one engine); None: none looked at."""
 
     @property
     def total_ms(self) -> float:
-        return sum(self[1:7])
+        return sum(self[1:8])
 
 
 def compute_ms(c: Constants, new: int, cached: int) -> float:
@@ -98,6 +99,11 @@ def handoff_ms(c: Constants, tokens: int) -> float:
 def evict_ms(c: Constants, brought: int) -> float:
     """What ``brought`` tokens of KV that an engine did not hold cost whoever wants what they replace."""
     return brought * c.evicted_returns * c.prefill_ms_per_token
+
+
+def behind_ms(arrivals_per_ms: float, wait_ms: float, work_ms: float) -> float:
+    """What ``work_ms`` costs those who arrive while it waits or runs: all of it, or half on average."""
+    return arrivals_per_ms * work_ms * (wait_ms + work_ms / 2)
 
 
 def step_ms(c: Constants, streams: int) -> float:

@@ -90,6 +90,8 @@ class NodeView:
     block_size: int
     max_model_len: int
     config: PlacementConfig = PlacementConfig()
+    arrivals_per_ms: float = 0.0
+    """Requests that come to the node, lately."""
     turn: int = 0
     """Requests placed so far: whose turn it is under round-robin."""
 
@@ -224,8 +226,8 @@ class _Leg(NamedTuple):
 
 
 def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Plan:
-    donor = _donor(facts, view)
-    prompt = min(_prompt(facts, e, donor) for e in prefills)
+    donor, each = _donor(facts, view), view.arrivals_per_ms / _of_role(view, PREFILL)
+    prompt = min(_prompt(facts, e, donor, each) for e in prefills)
     rest = min(_rest(facts, e, copy=True) for e in decodes)
     estimates = _sum(prompt.estimates, rest.estimates)
     split = Plan(
@@ -238,8 +240,10 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
 
 def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str) -> Plan:
     """All of the request on the one of ``engines`` where that costs least."""
-    donor = _donor(facts, view)
-    best = min(_both(_prompt(facts, e, donor), _rest(facts, e, copy=False)) for e in engines)
+    never = view.config.split == "never"
+    share = len(view.engines) if never else _of_role(view, engines[0].role)
+    donor, each = _donor(facts, view), view.arrivals_per_ms / share
+    best = min(_both(_prompt(facts, e, donor, each), _rest(facts, e, copy=False)) for e in engines)
     return Plan(None, best.slot, Token1.FORWARD, reason, best.prefix_from, best.estimates)
 
 
@@ -262,27 +266,30 @@ def _why_not_split(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> st
     return "whole_faster"
 
 
-def _prompt(facts: Facts, e: EngineView, donor: tuple[int, int] | None) -> _Leg:
+def _prompt(
+    facts: Facts, e: EngineView, donor: tuple[int, int] | None, arrivals_per_ms: float
+) -> _Leg:
     """The prompt up to token 1 on ``e``, which may first copy what ``donor`` holds and it lacks."""
     # An engine computes at least the last token: sampling needs its logits.
     cached = min(facts.cached.get(e.slot, 0), facts.prompt_tokens - 1)
-    own = _compute(facts, e, cached, copied=0)
+    own = _compute(facts, e, cached, 0, arrivals_per_ms)
     if donor is None or donor[1] <= cached:
         return own
-    shared = _compute(facts, e, donor[1], copied=donor[1] - cached)
+    shared = _compute(facts, e, donor[1], donor[1] - cached, arrivals_per_ms)
     return shared._replace(prefix_from=donor[0]) if shared.total_ms < own.total_ms else own
 
 
-def _compute(facts: Facts, e: EngineView, cached: int, copied: int) -> _Leg:
+def _compute(facts: Facts, e: EngineView, cached: int, copied: int, arrivals_per_ms: float) -> _Leg:
     """What lies beyond ``cached`` tokens, ``copied`` of which come from a peer."""
     c, streams = e.constants, _streams(e)
     wait_ms, copy_ms = _wait_ms(e, streams), estimate.handoff_ms(c, copied)
     new = facts.prompt_tokens - cached
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
     stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)
+    behind = estimate.behind_ms(arrivals_per_ms, wait_ms, ms)
     evict = estimate.evict_ms(c, new + copied)
-    estimates = Estimates(new, wait_ms, ms, 0.0, 0.0, stall, evict)
-    return _Leg(wait_ms + ms + stall + evict, e.slot, estimates)
+    estimates = Estimates(new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
+    return _Leg(wait_ms + ms + stall + evict + behind, e.slot, estimates)
 
 
 def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
@@ -298,7 +305,7 @@ def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
         wait_ms, handoff_ms = _wait_ms(e, streams), c.front_ms + copy_ms
         stall += copy_ms * streams * c.copy_in_step
         evict = estimate.evict_ms(c, lacking)
-    estimates = Estimates(0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict)
+    estimates = Estimates(0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict, 0.0)
     return _Leg(wait_ms + handoff_ms + decode_ms + stall + evict, e.slot, estimates)
 
 
@@ -308,7 +315,11 @@ def _both(a: _Leg, b: _Leg) -> _Leg:
 
 
 def _sum(a: Estimates, b: Estimates) -> Estimates:
-    return Estimates(*(x + y for x, y in zip(a[:7], b[:7], strict=True)))
+    return Estimates(*(x + y for x, y in zip(a[:8], b[:8], strict=True)))
+
+
+def _of_role(view: NodeView, role: str) -> int:
+    return sum(e.ready and e.role == role for e in view.engines)
 
 
 def _streams(e: EngineView) -> int:

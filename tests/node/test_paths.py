@@ -83,7 +83,7 @@ def node(
 ) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp(kind)
     env = {"PDNODE_FAKE_CUDA": str(fake.build(folder))} if kind == "cuda-ipc" else {}
-    asked = [] if kind == "shm" else ["--kv-path", kind]
+    asked = ["--split", "always", *([] if kind == "shm" else ["--kv-path", kind])]
     node = Node(str(model), folder / "node.log", *ENGINE_ARGS, *asked, **env)
     try:
         node.wait_ready()

@@ -125,7 +125,9 @@ class Node:
     def _first_token(self, engine: Engine, leg: Leg) -> None:
         if leg.kind == "decode":
             p = leg.source
-            self._engines[leg.journey.plan.prefill].cache.give(p.blocks)
+            owner = self._engines[leg.journey.plan.prefill]
+            owner.cache.give(p.blocks)
+            self._wake(owner)  # it may have waited for room
             return
         self._router.answered(engine.slot, leg.journey.plan, leg.request, self._now)
         leg.journey.first_ms = self._now + TRUE.front_ms / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Placement:
         self._estimator = Estimator(chunk_tokens=believed.chunk_tokens, initial=believed)
         self._seen: set[int] = set()
         self._evicted = 0
+        self._arrivals: deque[float] = deque(maxlen=200)
 
     def route(self, request: Request, now_ms: float) -> Plan:
         aware = "prefix-aware" in (self._config.prefill_policy, self._config.decode_policy)
@@ -67,7 +68,18 @@ class Placement:
     def _view(self, now_ms: float) -> NodeView:
         constants = self._estimator.constants()
         engines = tuple(self._engine_view(e, now_ms, constants) for e in self._engines)
-        return NodeView(engines, BLOCK, 32_768, self._config, self._turn)
+        return NodeView(
+            engines,
+            BLOCK,
+            32_768,
+            self._config,
+            arrivals_per_ms=self._arrivals_per_ms(now_ms),
+            turn=self._turn,
+        )
+
+    def _arrivals_per_ms(self, now_ms: float) -> float:
+        self._arrivals.append(now_ms)
+        return (len(self._arrivals) - 1) / max(1.0, now_ms - self._arrivals[0])
 
     def _engine_view(self, e: Engine, now_ms: float, constants) -> EngineView:
         return EngineView(
