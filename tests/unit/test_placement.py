@@ -27,7 +27,7 @@ TWO_BY_TWO = view(
 
 
 def test_least_queued_prefill_and_least_busy_decode():
-    assert place(LONG, TWO_BY_TWO) == Plan(1, 3, Token1.FORWARD)
+    assert place(LONG, TWO_BY_TWO) == Plan(1, 3, Token1.FORWARD, "split_unmeasured")
 
 
 @pytest.mark.parametrize(
