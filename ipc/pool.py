@@ -241,8 +241,9 @@ class Pool:
     def _drop(self, hit: Hit) -> None:
         words, geometry = self._shared.words, self._views[hit.owner].geometry
         words[(self._mark(hit) + pool_layout.DROPPED_AT) >> 3] = hit.generation
-        count = (geometry.drops_at + self.me * layout.LINE) >> 3
-        words[count] = (words[count] + 1) & pool_layout.WORD_MAX
+        line = (geometry.drops_at + self.me * layout.LINE) >> 3
+        words[line + 1 + words[line] % pool_layout.DROP_RING] = hit.page
+        words[line] = (words[line] + 1) & pool_layout.WORD_MAX
 
     def _lock(self, key: bytes, kind: int) -> bool:
         if self._lock_fd < 0:

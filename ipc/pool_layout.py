@@ -5,7 +5,7 @@
     4096 ├───────────────────────────────────────────────────────────────────────────┤
          │ shares, [owner], all of one size:                                         │
          │   share cell      page bytes, layers, pages, fingerprint                  │ owner
-         │   drop counts     [reader], 64 bytes each                                 │ reader
+         │   drops           [reader], 64 bytes: how many so far, the last 7 pages   │ reader
          │   buckets         [bucket], 128 bytes: 8 tags, then 8 page numbers (u32)  │ owner
          │   records         [page], 64 bytes: generation, stamp, key and its length │ owner
          │   marks           [page][reader]: last used ns, dropped generation        │ reader
@@ -41,6 +41,7 @@ STAMP_AT, LENGTH_AT, KEY_AT = 8, 16, 24  # in a record, behind its generation
 MAX_KEY_BYTES = RECORD - KEY_AT
 MARK = 16
 DROPPED_AT = 8  # in a mark, behind the time of last use
+DROP_RING = 7
 WORD_MAX = (1 << 64) - 1
 
 

@@ -6,16 +6,14 @@ when a new process takes the share over. The orders that matter:
     insert   the value, then key and stamp, THEN the generation odd, then the tag
     evict    the tag, THEN the generation even; only after that may the page be filled again
 
-Order of use: a heap of (stamp when last looked at, page). Stamps only grow, so a page whose stamp
-is still the one in the heap is the oldest of all; one that was used since goes back with its new
-stamp. No scan, whatever the number of pages.
+Order of use: a heap of (stamp when last looked at, page, generation). Stamps only grow, so a page
+whose stamp is still the one in the heap is the oldest of all; one that was used since goes back
+with its new stamp; one of another generation is skipped. No scan, whatever the number of pages.
 """
 
 import heapq
 import time
 from typing import NamedTuple
-
-import numpy as np
 
 from ipc import layout, pool_layout
 from ipc.cells import Shared, read_cell, write_cell
@@ -64,9 +62,9 @@ class Share:
             raise PoolTooSmall(self.geometry.block_bytes, share_bytes)
         self._grace_ns = int(grace_s * 1e9)
         self._keys: dict[bytes, int] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[int, int, int]] = []
         self._free: list[int] = []
-        self._drops = self._drop_counts()
+        self._drops: list[int] = []  # seen so far, by reader
         self.stored = self.evicted = self.busy = 0
         self._take_over(ShareCell(page_bytes, layers, self.geometry.pages, fingerprint))
 
@@ -90,7 +88,7 @@ class Share:
         mm[at + pool_layout.KEY_AT : at + pool_layout.KEY_AT + len(key)] = key
         words[at >> 3] += 1
         self._link(way, spot, page)
-        heapq.heappush(self._heap, (now, page))
+        self._remember(now, page)
         self.stored += 1
 
     def give_back(self, page: int) -> None:
@@ -109,6 +107,7 @@ class Share:
                 self.geometry.values_at - self.geometry.drops_at
             )
             self._write(cell)
+        self._drops = [self._drop_count(reader) for reader in range(self.geometry.readers)]
         self._rebuild()
 
     def _write(self, cell: ShareCell) -> None:
@@ -120,15 +119,14 @@ class Share:
         self._shared.mm[start:stop] = bytes(stop - start)
         for page in range(self.geometry.pages - 1, -1, -1):
             key = self._key_at(page)
-            if key is None or key in self._keys:
+            if key is None or key in self._keys or self._is_dropped(page):
                 self._end(page)
                 self._free.append(page)
                 continue
             self._keys[key] = page
             spot = key_of(key, self.geometry.buckets)
             self._link(self._free_way(spot), spot, page)
-            self._heap.append((self._used_ns(page), page))
-        heapq.heapify(self._heap)
+            self._remember(self._used_ns(page), page)
 
     def _key_at(self, page: int) -> bytes | None:
         words, at = self._shared.words, self.geometry.record(page)
@@ -142,10 +140,13 @@ class Share:
     def _evict(self) -> int | None:
         """The page that was not used for longest, ended."""
         while self._heap:
-            stamp, page = self._heap[0]
+            stamp, page, generation = self._heap[0]
+            if generation != self._generation(page):
+                heapq.heappop(self._heap)
+                continue
             used_ns = self._used_ns(page)
             if used_ns > stamp:
-                heapq.heapreplace(self._heap, (used_ns, page))
+                heapq.heapreplace(self._heap, (used_ns, page, generation))
                 continue
             if time.monotonic_ns() - used_ns < self._grace_ns and used_ns > self._stamp(page):
                 # A reader is about to copy it.
@@ -157,6 +158,16 @@ class Share:
             return page
         self.busy += 1
         return None
+
+    def _remember(self, stamp: int, page: int) -> None:
+        heapq.heappush(self._heap, (stamp, page, self._generation(page)))
+        if len(self._heap) > 2 * self.geometry.pages:
+            # Full of entries that readers took away before anything had to be evicted.
+            self._heap = [entry for entry in self._heap if entry[2] == self._generation(entry[1])]
+            heapq.heapify(self._heap)
+
+    def _generation(self, page: int) -> int:
+        return self._shared.words[self.geometry.record(page) >> 3]
 
     def _remove(self, page: int) -> None:
         key = self._key_at(page)
@@ -179,26 +190,34 @@ class Share:
         used = self._shared.words[at : at + 2 * n : 2].tolist()
         return min(max(self._stamp(page), *used), time.monotonic_ns())
 
-    def _drop_counts(self) -> int:
-        at, n = self.geometry.drops_at >> 3, self.geometry.readers
-        return sum(self._shared.words[at + reader * 8] for reader in range(n))
+    # --- drops -------------------------------------------------------------------------------
 
     def _forget_dropped(self) -> None:
-        """Readers took entries away: their pages are free again. One look when nobody did."""
-        drops = self._drop_counts()
-        if drops == self._drops:
-            return
-        self._drops = drops
-        g, mm = self.geometry, self._shared.mm
-        generations = np.ndarray((g.pages, 1), np.uint64, mm, g.records_at, (pool_layout.RECORD, 0))
-        marks = np.ndarray((g.pages, g.readers, 2), np.uint64, mm, g.marks_at)
-        dropped = ((marks[:, :, 1] == generations) & (generations & 1 == 1)).any(axis=1)
-        gone = set(np.flatnonzero(dropped).tolist())
-        for page in gone:
-            self._remove(page)
-        self._free.extend(gone)
-        self._heap = [pair for pair in self._heap if pair[1] not in gone]
-        heapq.heapify(self._heap)
+        """Readers took entries away: their pages are free again. One word a reader if none did."""
+        for reader, seen in enumerate(self._drops):
+            if self._drop_count(reader) != seen:
+                for page in self._dropped_since(reader, seen):
+                    if page < self.geometry.pages and self._is_dropped(page):
+                        self._remove(page)
+                        self._free.append(page)
+
+    def _dropped_since(self, reader: int, seen: int) -> list[int]:
+        """Pages to look at: those the reader noted, or all when it has noted more than fit."""
+        at = (self.geometry.drops_at + reader * layout.LINE) >> 3
+        ring = self._shared.words[at + 1 : at + 1 + pool_layout.DROP_RING].tolist()
+        # After the ring: had the reader gone around it meanwhile, the count says so.
+        count = self._drops[reader] = self._drop_count(reader)
+        if 0 < count - seen < pool_layout.DROP_RING:
+            return [ring[n % pool_layout.DROP_RING] for n in range(seen, count)]
+        return list(range(self.geometry.pages))
+
+    def _drop_count(self, reader: int) -> int:
+        return self._shared.words[(self.geometry.drops_at + reader * layout.LINE) >> 3]
+
+    def _is_dropped(self, page: int) -> bool:
+        generation, at = self._generation(page), self.geometry.marks(page) >> 3
+        dropped = self._shared.words[at + 1 : at + 2 * self.geometry.readers : 2].tolist()
+        return bool(generation & 1) and generation in dropped
 
     # --- buckets -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from operator import add
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -46,8 +47,11 @@ class Constants:
 
 
 class Estimates(NamedTuple):
-    """Why a plan was chosen. ``stall_ms``: added to all other running streams, summed over them.
-    ``behind_ms``: added to those that come after, as often as they come. ``evict_ms``: of computing again what this request's KV pushes out of caches."""
+    """Why a plan was chosen: its own time, then what others lose by it, summed over them.
+
+    ``stall_ms``: streams that run now. ``evict_ms``: who wants the KV that this one's replaces.
+    ``behind_ms``: requests that come while this one is worked on, as often as they come lately.
+    """
 
     new_tokens: int
     wait_ms: float
@@ -63,6 +67,9 @@ class Estimates(NamedTuple):
     @property
     def total_ms(self) -> float:
         return sum(self[1:8])
+
+    def plus(self, other: Estimates) -> Estimates:
+        return Estimates(*map(add, self[:8], other[:8]))
 
 
 def compute_ms(c: Constants, new: int, cached: int) -> float:
@@ -98,7 +105,7 @@ def handoff_ms(c: Constants, tokens: int) -> float:
 
 def evict_ms(c: Constants, brought: int) -> float:
     """What ``brought`` tokens of KV that an engine did not hold cost whoever wants what they replace."""
-    return brought * c.evicted_returns * c.prefill_ms_per_token
+    return max(0, brought) * c.evicted_returns * c.prefill_ms_per_token
 
 
 def behind_ms(arrivals_per_ms: float, wait_ms: float, work_ms: float) -> float:
@@ -127,8 +134,8 @@ class Backlog:
         self._sum_ms = self._since_ms = 0.0
 
     def sent(self, ms: float, now_ms: float) -> None:
-        if self._sum_ms <= 0:
-            self._since_ms = now_ms
+        # Work that took longer than estimated is at its end, it is not ahead of its time.
+        self._since_ms = max(self._since_ms, now_ms - self._sum_ms)
         self._sum_ms += ms
 
     def answered(self, ms: float, now_ms: float) -> None:

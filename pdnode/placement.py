@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from pdnode import estimate
@@ -72,6 +73,8 @@ class EngineView:
     """Requests past their first token here. None: all requests of a D, none of a P."""
     free_tokens: int | None = None
     """KV room, what is only cached included. None: not known, taken as enough."""
+    unused_tokens: int = 0
+    """KV room that holds nothing yet, so that filling it pushes nothing out."""
     constants: Constants | None = None
 
 
@@ -192,9 +195,14 @@ def _missing_side(prefills: list[EngineView], decodes: list[EngineView]) -> str:
 
 def _by_policy(engines: list[EngineView], policy: Policy, turn: int, least) -> list[EngineView]:
     """The engines that may be chosen among by estimate: all of them, or the policy's one."""
+    if policy == "least-loaded":
+        return [least(engines)]
+    first = turn % len(engines)
     if policy == "round-robin":
-        return [engines[turn % len(engines)]]
-    return [least(engines)] if policy == "least-loaded" else engines
+        return [engines[first]]
+    # Of equals the first is taken, and they must take turns: an idle node would otherwise fill one
+    # engine's cache, and push things out of it, while the other caches stay empty.
+    return engines[first:] + engines[:first]
 
 
 def _with_room(facts: Facts, engines: list[EngineView]) -> list[EngineView]:
@@ -217,7 +225,7 @@ def _output(facts: Facts, e: EngineView) -> float:
 
 
 class _Leg(NamedTuple):
-    """A part of the request on one engine. Compares by cost, then by slot."""
+    """A part of the request on one engine."""
 
     total_ms: float
     slot: int
@@ -225,11 +233,14 @@ class _Leg(NamedTuple):
     prefix_from: int | None = None
 
 
+_cost = attrgetter("total_ms")
+
+
 def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Plan:
-    donor, each = _donor(facts, view), view.arrivals_per_ms / _of_role(view, PREFILL)
-    prompt = min(_prompt(facts, e, donor, each) for e in prefills)
-    rest = min(_rest(facts, e, copy=True) for e in decodes)
-    estimates = _sum(prompt.estimates, rest.estimates)
+    donor, each = _donor(facts, view), _arrivals_per_ms(view, PREFILL)
+    prompt = min((_prompt(facts, e, donor, each) for e in prefills), key=_cost)
+    rest = min((_rest(facts, e, copy=True) for e in decodes), key=_cost)
+    estimates = prompt.estimates.plus(rest.estimates)
     split = Plan(
         prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
     )
@@ -240,11 +251,13 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
 
 def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str) -> Plan:
     """All of the request on the one of ``engines`` where that costs least."""
-    never = view.config.split == "never"
-    share = len(view.engines) if never else _of_role(view, engines[0].role)
-    donor, each = _donor(facts, view), view.arrivals_per_ms / share
-    best = min(_both(_prompt(facts, e, donor, each), _rest(facts, e, copy=False)) for e in engines)
-    return Plan(None, best.slot, Token1.FORWARD, reason, best.prefix_from, best.estimates)
+    donor, each = _donor(facts, view), _arrivals_per_ms(view, engines[0].role)
+    prompt, rest = min(
+        ((_prompt(facts, e, donor, each), _rest(facts, e, copy=False)) for e in engines),
+        key=lambda legs: legs[0].total_ms + legs[1].total_ms,
+    )
+    estimates = prompt.estimates.plus(rest.estimates)
+    return Plan(None, prompt.slot, Token1.FORWARD, reason, prompt.prefix_from, estimates)
 
 
 def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:
@@ -287,7 +300,7 @@ def _compute(facts: Facts, e: EngineView, cached: int, copied: int, arrivals_per
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
     stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)
     behind = estimate.behind_ms(arrivals_per_ms, wait_ms, ms)
-    evict = estimate.evict_ms(c, new + copied)
+    evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
     estimates = Estimates(new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
     return _Leg(wait_ms + ms + stall + evict + behind, e.slot, estimates)
 
@@ -304,22 +317,15 @@ def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
         copy_ms = estimate.handoff_ms(c, lacking)
         wait_ms, handoff_ms = _wait_ms(e, streams), c.front_ms + copy_ms
         stall += copy_ms * streams * c.copy_in_step
-        evict = estimate.evict_ms(c, lacking)
+        evict = estimate.evict_ms(c, lacking - e.unused_tokens)
     estimates = Estimates(0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict, 0.0)
     return _Leg(wait_ms + handoff_ms + decode_ms + stall + evict, e.slot, estimates)
 
 
-def _both(a: _Leg, b: _Leg) -> _Leg:
-    total_ms = a.total_ms + b.total_ms
-    return _Leg(total_ms, a.slot, _sum(a.estimates, b.estimates), a.prefix_from)
-
-
-def _sum(a: Estimates, b: Estimates) -> Estimates:
-    return Estimates(*(x + y for x, y in zip(a[:8], b[:8], strict=True)))
-
-
-def _of_role(view: NodeView, role: str) -> int:
-    return sum(e.ready and e.role == role for e in view.engines)
+def _arrivals_per_ms(view: NodeView, role: str) -> float:
+    """At one engine of those that would be sent the same kind of work."""
+    never = view.config.split == "never"
+    return view.arrivals_per_ms / sum(e.ready and (never or e.role == role) for e in view.engines)
 
 
 def _streams(e: EngineView) -> int:

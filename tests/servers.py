@@ -60,7 +60,9 @@ class Server:
                 cwd=ROOT,
                 start_new_session=True,
             )
-        self.http = httpx.Client(base_url=self.url, timeout=120.0)
+        # Servers end an idle connection after 5 s, and a request sent in that moment would be lost.
+        headers = {"Connection": "close"}
+        self.http = httpx.Client(base_url=self.url, timeout=120.0, headers=headers)
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s

@@ -176,6 +176,36 @@ def test_the_owner_gets_dropped_pages_back_before_it_evicts(attach):
     assert owner.read(owner.select(key(count - 1))) == value(7)
 
 
+@pytest.mark.parametrize("count", [1, 6, 7, 8])
+def test_any_number_of_drops_comes_back_at_the_next_insert(attach, count):
+    owner, taker = attach(0, owner=True), attach(1)
+    assert fill(owner) == 8
+    for n in range(count):
+        taker.drop_select(key(n), timeout_s=0)
+    for n in range(count):
+        assert owner.insert(key(1000 + n), value(1))
+    assert owner.own_share.evicted == 0
+
+
+def test_what_was_dropped_while_its_owner_was_away_is_free(attach):
+    first, taker = attach(0, owner=True), attach(1)
+    count = fill(first)
+    first.close()
+    assert taker.drop_select(key(0), timeout_s=0) == value(0)
+    again = attach(0, owner=True)
+    assert again.insert(key(0), value(9))
+    assert again.own_share.evicted == 0
+    assert sum(taker.select(key(n)) is not None for n in range(count)) == count
+
+
+def test_drops_that_never_lead_to_an_eviction_cost_no_memory(attach):
+    owner, taker = attach(0, owner=True), attach(1)
+    for n in range(20 * owner.own_share.geometry.pages):
+        owner.insert(key(n), value(n))
+        taker.drop_select(key(n), timeout_s=0)
+    assert len(owner.own_share._heap) <= 2 * owner.own_share.geometry.pages
+
+
 def test_drop_select_waits_for_the_block(attach):
     owner, taker = attach(0, owner=True), attach(1)
     later = threading.Timer(0.05, lambda: owner.insert(key(1), value(1)))

@@ -29,6 +29,10 @@ class BlockCache:
     def free(self) -> int:
         return self.capacity - len(self._held)
 
+    @property
+    def unused(self) -> int:
+        return self.capacity - len(self._held) - len(self._idle)
+
     def fits(self, blocks: Sequence[int]) -> bool:
         return sum(b not in self._held for b in blocks) <= self.free
 

@@ -12,6 +12,9 @@ from pdnode.token1 import Token1
 from tests.sim.engine import Engine
 from tests.sim.traces import BLOCK, Request
 
+MAX_TOKENS = 1024
+"""What every client asks for: how long an answer will be is known to nobody."""
+
 
 class Router(Protocol):
     """What the simulated node asks and tells. ``sent``: a leg went out; ``answered``, ``over``."""
@@ -43,7 +46,7 @@ class Placement:
         share = self._config.share_prefixes
         facts = Facts(
             request.prompt_tokens,
-            request.output_tokens,
+            MAX_TOKENS,
             cached={slot: cache.coming(request.blocks) * BLOCK for slot, cache in caches},
             readable={s: c.readable(request.blocks) * BLOCK for s, c in caches if share},
         )
@@ -91,6 +94,7 @@ class Placement:
             queued_ms=self._backlog[e.slot].left_ms(now_ms),
             streams=self._requests[e.slot] - self._waiting[e.slot],
             free_tokens=e.cache.free * BLOCK,
+            unused_tokens=e.cache.unused * BLOCK,
             constants=constants,
         )
 

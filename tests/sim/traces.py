@@ -66,7 +66,7 @@ def _single(start_ms: float, shared: list[int], own: list[int], prompt: int, out
     return Session(start_ms, [Request(prompt, out, tuple(text))], [0.0])
 
 
-def chat(sessions_per_s: float = 12.0, requests: int = REQUESTS) -> list[Session]:
+def chat(sessions_per_s: float = 24.0, requests: int = REQUESTS) -> list[Session]:
     """Conversations of 1 to 12 turns that begin with one of 24 system prompts."""
     rng, texts = random.Random("chat"), _Texts()
     systems = [texts.new(rng.randrange(4, 17) * BLOCK) for _ in range(24)]
@@ -95,7 +95,7 @@ def _conversation(rng, texts: _Texts, system: list[int], turns: int, start_ms: f
     return session
 
 
-def rag(per_s: float = 22.0, requests: int = REQUESTS, documents_n: int = 400) -> list[Session]:
+def rag(per_s: float = 22.0, requests: int = REQUESTS, documents_n: int = 250) -> list[Session]:
     """One of 400 documents of 4,000 to 16,000 tokens, popular ones often, then a question."""
     rng, texts = random.Random("rag"), _Texts()
     documents = [texts.new(rng.randrange(32, 126) * BLOCK) for _ in range(documents_n)]

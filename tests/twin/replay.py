@@ -18,6 +18,8 @@ import httpx
 import openai
 
 REQUEST_S = 120.0
+CLOSE = {"Connection": "close"}
+"""Servers end an idle connection after 5 s, and a request sent in that moment would be lost."""
 LOGPROB_TOLERANCE = 1e-2
 
 TIMES = frozenset({"created", "created_at", "completed_at", "sequence_number"})
@@ -53,12 +55,18 @@ def ask(url: str, request: Request) -> dict[str, Any]:
 @functools.cache
 def _httpx_client(url: str) -> httpx.Client:
     limits = httpx.Limits(max_connections=None)
-    return httpx.Client(base_url=url, timeout=REQUEST_S, limits=limits)
+    return httpx.Client(base_url=url, timeout=REQUEST_S, limits=limits, headers=CLOSE)
 
 
 @functools.cache
 def _openai_client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_S, max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        timeout=REQUEST_S,
+        max_retries=0,
+        default_headers=CLOSE,
+    )
 
 
 def _ask_httpx(url: str, request: Request) -> dict[str, Any]:

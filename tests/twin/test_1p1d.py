@@ -13,7 +13,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def node(recordings, serving):
-    with serving(prefill=1, decode=1) as node:
+    # A policy that may keep a request on one engine is another test's subject.
+    with serving("--split", "always", prefill=1, decode=1) as node:
         warm_up(node)
         yield node
 

@@ -43,7 +43,8 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def node(recordings, serving):
-    with serving(prefill=2, decode=2) as node:
+    # A policy that may keep a request on one engine is another test's subject.
+    with serving("--split", "always", prefill=2, decode=2) as node:
         warm_up(node)
         yield node
 
