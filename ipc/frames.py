@@ -92,7 +92,12 @@ def decode(
 def _check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = out.layout is torch.strided and out.device.type == "cpu"
     lazy = plain and (out.requires_grad or out.is_conj() or out.is_neg())
-    if not plain or lazy or not out.is_contiguous() or (tuple(out.shape), out.dtype) != (shape, dtype):
+    if (
+        not plain
+        or lazy
+        or not out.is_contiguous()
+        or (tuple(out.shape), out.dtype) != (shape, dtype)
+    ):
         raise TensorUnsupported(
             f"a tensor of {dtype}, shape {shape}, cannot be received into one of {out.dtype}, "
             f"shape {tuple(out.shape)}: it takes a contiguous one of the same kind in host memory"

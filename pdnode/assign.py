@@ -278,10 +278,13 @@ def _gpu(flag: str, id_: int | str, visible: list[Gpu] | None) -> Gpu:
         raise ConfigError(f"{flag}: {id_} is neither a GPU number nor a UUID such as GPU-8f3a...")
     if visible is None:
         return Gpu("", id_) if isinstance(id_, int) else Gpu(id_)
-    if isinstance(id_, str):
-        found = _by_uuid(id_, visible)
-    else:
-        found = visible[id_] if id_ < len(visible) else None
+    found = (
+        _by_uuid(id_, visible)
+        if isinstance(id_, str)
+        else visible[id_]
+        if id_ < len(visible)
+        else None
+    )
     if found is None:
         there = ", ".join(f"{i} ({gpu})" for i, gpu in enumerate(visible)) or "none"
         raise ConfigError(f"{flag}: there is no GPU {id_}; visible here: {there}")

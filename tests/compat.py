@@ -51,7 +51,9 @@ def _download(version: str, into: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(into)]
         command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
         command += ["--abi", "abi3", *(f"--platform={p}" for p in PLATFORMS)]
-        run = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [*command, f"{name}=={version}"], capture_output=True, text=True, check=False
+        )
         found = sorted(into.glob("vllm*.whl"))
         if run.returncode == 0 and found:
             return found[0]

@@ -6,6 +6,7 @@ get here is a path's business (paths/).
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -60,7 +61,7 @@ def layout_of(kv_caches: dict[str, torch.Tensor], base_address: int) -> KVLayout
     strides = {
         (v.shape[0], v.stride(0) * v.element_size(), v[0].numel() * v.element_size()) for v in views
     }
-    gaps = {b.data_ptr() - a.data_ptr() for a, b in zip(views, views[1:], strict=False)}
+    gaps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(views)}
     if len(strides) != 1 or len(gaps) > 1 or not all(v[0].is_contiguous() for v in views):
         raise ValueError(
             f"the KV cache of this model has {len(strides)} page shapes and {len(gaps)} layer "
