@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ENGINE_ARGS, Node
-from tests.tiny_models import tiny_llama
+from bench.servers import ENGINE_ARGS, Node
+from bench.tiny_models import tiny_llama
 
 
 @pytest.fixture(scope="session")

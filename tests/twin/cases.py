@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tests.servers import MAX_MODEL_LEN
-from tests.servers import MODEL_NAME as MODEL
-from tests.tiny_models import EOS_ID
+from bench.servers import MAX_MODEL_LEN
+from bench.servers import MODEL_NAME as MODEL
+from bench.tiny_models import EOS_ID
 from tests.twin.replay import Request, ask
 
 BLOCK = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.servers import MODEL_NAME, Node
+from bench.servers import MODEL_NAME, Node
 from tests.twin.cases import BLOCK, Way
 from tests.twin.record import Recorded
 from tests.twin.replay import Request, ask, differences

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ENGINE_ARGS, Twin
+from bench.servers import ENGINE_ARGS, Twin
 from tests.twin.cases import BLOCK, CROWD, Case
 from tests.twin.record import Recorded, record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from tests.servers import Node
+from bench.servers import Node
 from tests.twin.checks import NEVER, settled
 from tests.twin.record import Recorded
 from tests.twin.replay import Request, ask, differences

@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 
-from tests.servers import Node
+from bench.servers import Node
 
 SOCKET_S = 30.0
 
