@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pdnode.vllm_compat import SamplingParams
+if TYPE_CHECKING:
+    # Only named here: a refusal of the command line must not wait for the import of vLLM.
+    from pdnode.vllm_compat import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """vLLM's own limit: a lower temperature is greedy, and a seed then has nothing to seed."""
