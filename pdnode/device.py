@@ -31,6 +31,10 @@ class CpuDevice:
             env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         return env
 
+    def exclusive_while_starting(self) -> tuple[str, ...]:
+        """What no other engine may start on at the same time; sorted, so that none waits in a ring."""
+        return ()
+
     def describe(self) -> str:
         cores = " | ".join(map(format_ids, self.rank_cores))
         return f"CPU core{'s' if len(set().union(*self.rank_cores)) > 1 else ''} {cores}"
@@ -65,6 +69,9 @@ class GpuDevice:
             "CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpu.cuda_name for gpu in seen)),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         }
+
+    def exclusive_while_starting(self) -> tuple[str, ...]:
+        return tuple(sorted({gpu.cuda_name for gpu in self.own}))
 
     def describe(self) -> str:
         return ", ".join(map(str, self.own))

@@ -60,6 +60,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task] = set()
         self._deaths: dict[int, list[float]] = {engine.slot: [] for engine in engines}
         self._seen_steps: dict[int, tuple[int, float]] = {}
+        self._starting: dict[str, asyncio.Lock] = {}
         self._closing = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -71,7 +72,12 @@ class Supervisor:
         self._index.sweep(engine.slot)
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
-        await asyncio.to_thread(engine.start)
+        async with contextlib.AsyncExitStack() as stack:
+            # vLLM measures a GPU's free memory while it starts: two engines at once would each count
+            # the other's. Cores do not mind.
+            for gpu in engine.spec.device.exclusive_while_starting():
+                await stack.enter_async_context(self._starting.setdefault(gpu, asyncio.Lock()))
+            await asyncio.to_thread(engine.start)
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
 
