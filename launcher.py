@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only now: the node pulls in the whole of vLLM, which a plan or a refusal does not need.
     from pdnode.node import run
 
-    return run(node_config)
+    run(node_config)
 
 
 def _quiet_terminal() -> None:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ipc.index import Index
 from ipc.pool import Pool
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ipc.segment import Segment
 
-STOP_ENGINE_S = 5.0
+STOP_ENGINE_S = 2.0
 """From TERM to KILL for an engine that has nothing left to finish."""
 
 
@@ -315,8 +315,8 @@ class Node:
         self._run_dir.close()
 
 
-def run(config: NodeConfig) -> int:
-    """The launcher's main: serve until told to stop; returns the exit code."""
+def run(config: NodeConfig) -> NoReturn:
+    """The launcher's main: serve until told to stop, then end the process with its exit code."""
     import uvloop
 
     # Engines are started from threads of a process that has a loop and sockets: forking it is unsafe.
@@ -331,7 +331,12 @@ def run(config: NodeConfig) -> int:
         return await Node(config).run()
 
     try:
-        return uvloop.run(main())
+        code = uvloop.run(main())
     except PdNodeError as error:
         print(f"pdnode: error: {error}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All of ours is down. What is left are vLLM's finalisers, which take seconds and find the loop
+    # closed.
+    os._exit(code)
