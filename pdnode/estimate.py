@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from operator import add
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -67,9 +66,6 @@ class Estimates(NamedTuple):
     @property
     def total_ms(self) -> float:
         return sum(self[1:8])
-
-    def plus(self, other: Estimates) -> Estimates:
-        return Estimates(*map(add, self[:8], other[:8]))
 
 
 def compute_ms(c: Constants, new: int, cached: int) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from pdnode import estimate
@@ -129,9 +129,8 @@ def place(facts: Facts, view: NodeView) -> Plan | Decline:
     if reason:
         return _on_its_side(facts, view, reason, prefills, decodes)
     prefills = _by_policy(prefills, view.config.prefill_policy, view.turn, least_queued)
-    decodes = _by_policy(
-        _with_room(facts, decodes), view.config.decode_policy, view.turn, least_busy
-    )
+    roomy = _with_room(facts, decodes)
+    decodes = _by_policy(roomy, view.config.decode_policy, view.turn, least_busy)
     if not all(e.constants for e in (*prefills, *decodes)):
         p, d = least_queued(prefills), least_busy(decodes)
         return Plan(p.slot, d.slot, facts.token1, "split_unmeasured")
@@ -225,11 +224,11 @@ def _output(facts: Facts, e: EngineView) -> float:
 
 
 class _Leg(NamedTuple):
-    """A part of the request on one engine."""
+    """A part of the request on one engine. ``parts``: what Estimates will be made of."""
 
     total_ms: float
     slot: int
-    estimates: Estimates
+    parts: tuple[float, ...]
     prefix_from: int | None = None
 
 
@@ -240,7 +239,7 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
     donor, each = _donor(facts, view), _arrivals_per_ms(view, PREFILL)
     prompt = min((_prompt(facts, e, donor, each) for e in prefills), key=_cost)
     rest = min((_rest(facts, e, copy=True) for e in decodes), key=_cost)
-    estimates = prompt.estimates.plus(rest.estimates)
+    estimates = Estimates(*map(add, prompt.parts, rest.parts))
     split = Plan(
         prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
     )
@@ -256,7 +255,7 @@ def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str)
         ((_prompt(facts, e, donor, each), _rest(facts, e, copy=False)) for e in engines),
         key=lambda legs: legs[0].total_ms + legs[1].total_ms,
     )
-    estimates = prompt.estimates.plus(rest.estimates)
+    estimates = Estimates(*map(add, prompt.parts, rest.parts))
     return Plan(None, prompt.slot, Token1.FORWARD, reason, prompt.prefix_from, estimates)
 
 
@@ -285,11 +284,14 @@ def _prompt(
     """The prompt up to token 1 on ``e``, which may first copy what ``donor`` holds and it lacks."""
     # An engine computes at least the last token: sampling needs its logits.
     cached = min(facts.cached.get(e.slot, 0), facts.prompt_tokens - 1)
-    own = _compute(facts, e, cached, 0, arrivals_per_ms)
-    if donor is None or donor[1] <= cached:
-        return own
-    shared = _compute(facts, e, donor[1], donor[1] - cached, arrivals_per_ms)
-    return shared._replace(prefix_from=donor[0]) if shared.total_ms < own.total_ms else own
+    if donor is not None and _copy_pays(e.constants, donor[1] - cached, cached):
+        leg = _compute(facts, e, donor[1], donor[1] - cached, arrivals_per_ms)
+        return leg._replace(prefix_from=donor[0])
+    return _compute(facts, e, cached, 0, arrivals_per_ms)
+
+
+def _copy_pays(c: Constants, tokens: int, cached: int) -> bool:
+    return tokens > 0 and estimate.handoff_ms(c, tokens) < estimate.compute_ms(c, tokens, cached)
 
 
 def _compute(facts: Facts, e: EngineView, cached: int, copied: int, arrivals_per_ms: float) -> _Leg:
@@ -301,8 +303,8 @@ def _compute(facts: Facts, e: EngineView, cached: int, copied: int, arrivals_per
     stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)
     behind = estimate.behind_ms(arrivals_per_ms, wait_ms, ms)
     evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
-    estimates = Estimates(new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
-    return _Leg(wait_ms + ms + stall + evict + behind, e.slot, estimates)
+    parts = (new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
+    return _Leg(wait_ms + ms + stall + evict + behind, e.slot, parts)
 
 
 def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
@@ -318,8 +320,8 @@ def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
         wait_ms, handoff_ms = _wait_ms(e, streams), c.front_ms + copy_ms
         stall += copy_ms * streams * c.copy_in_step
         evict = estimate.evict_ms(c, lacking - e.unused_tokens)
-    estimates = Estimates(0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict, 0.0)
-    return _Leg(wait_ms + handoff_ms + decode_ms + stall + evict, e.slot, estimates)
+    parts = (0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict, 0.0)
+    return _Leg(wait_ms + handoff_ms + decode_ms + stall + evict, e.slot, parts)
 
 
 def _arrivals_per_ms(view: NodeView, role: str) -> float:

@@ -39,11 +39,10 @@ def test_the_slowest_first_tokens_come_sooner(trace, other):
     assert row(trace, "place").ttft_p99_ms < row(trace, other).ttft_p99_ms
 
 
-@trace
-def test_streams_are_steadier_than_on_engines_that_do_both(trace):
-    split, never = row(trace, "place").result, row(trace, "never").result
+def test_long_prompts_do_not_stall_streams_as_on_engines_that_do_both():
+    split, never = row("mixed", "place").result, row("mixed", "never").result
     p99 = [compare.percentile(r.per_token_ms, 0.99) for r in (split, never)]
-    assert p99[0] < p99[1] * 1.1
+    assert p99[0] < p99[1] / 2
 
 
 def test_the_same_seed_gives_the_same_run():
