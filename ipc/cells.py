@@ -28,7 +28,8 @@ class Shared:
 def write_cell(shared: Shared, at: int, span: int, body: bytes) -> None:
     """Replace the value of the cell at byte `at`. One writer process and thread per cell."""
     assert len(body) + layout.CELL_CRC_BYTES <= span, "the body outgrew its cell"
-    version = shared.words[at >> 3] + 1
+    # 0 would say that nothing was written; 2 has the same side.
+    version = (shared.words[at >> 3] + 1) & layout.WORD_MAX or 2
     side = at + layout.LINE + (version & 1) * span
     raw = zlib.crc32(body).to_bytes(layout.CELL_CRC_BYTES, "little") + body
     shared.mm[side : side + len(raw)] = raw
@@ -76,7 +77,8 @@ def read_header(shared: Shared) -> tuple[layout.Geometry, int, bytes]:
     if version != layout.VERSION:
         raise SegmentForeign(f"{name!r} is an index of version {version}, not {layout.VERSION}")
     geometry = layout.Geometry(*sizes)
-    if crc != zlib.crc32(raw[8:-8]) or total != geometry.total:
+    sizes_fit = geometry.buckets >= 8 and geometry.engines >= 1
+    if not sizes_fit or crc != zlib.crc32(raw[8:-8]) or total != geometry.total:
         raise SegmentForeign(f"{name!r}: the header of the index is damaged: {geometry}")
     if total > shared.segment.nbytes:
         raise SegmentForeign(

@@ -52,7 +52,8 @@ class Engines:
     def add_counters(self, slot: int, fields: dict[str, int]) -> None:
         load = self._own_load(slot)
         for name, value in fields.items():
-            load[_position(name)] += int(value)
+            at = _position(name)
+            load[at] = (load[at] + int(value)) & layout.WORD_MAX
         self._write_load(slot, load)
 
     def set_region(self, slot: int, rank: int, region: RegionRecord) -> None:

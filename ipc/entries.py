@@ -60,7 +60,7 @@ class Entries:
         key = key_of(transfer_id, self._geometry.buckets)
         slot = self._free_slot(key)
         pages = self._take_pages(runs)
-        ticket = Ticket(slot, self._shared.words[(self._at(slot) + 8) >> 3] + 1, transfer_id)
+        ticket = Ticket(slot, self._next_generation(slot), transfer_id)
         live = _Live(ticket, key, boot_id, tokens_total, first_token)
         self._fill(live, runs, pages, tokens_ready)
         self._live[transfer_id] = live
@@ -175,13 +175,18 @@ class Entries:
         words[(at + 8) >> 3] = ticket.generation
         mm[at + layout.BODY_AT : at + layout.BODY_AT + len(body)] = body
         mm[at + layout.INLINE_AT : at + layout.INLINE_AT + len(inline)] = inline
-        words[at >> 3] = odd + 1
+        words[at >> 3] = (odd + 1) & layout.WORD_MAX
 
     def _owned(self, ticket: Ticket) -> _Live:
         live = self._live.get(ticket.transfer_id)
         if live is None or live.ticket != ticket:
             raise StaleRead(f"{ticket} is not live in slot {self._owner}: it was removed")
         return live
+
+    def _next_generation(self, slot: int) -> int:
+        """Odd, and never the one that was there."""
+        word = self._shared.words[(self._at(slot) + 8) >> 3]
+        return (word + 1 | 1) & layout.GENERATION_MAX
 
     def _boot_of(self, slot: int) -> int:
         return self._shared.words[(self._at(slot) + layout.BODY_AT + 16) >> 3]
@@ -215,7 +220,8 @@ def runs_of(block_ids: Sequence[int]) -> Runs:
 
 def record_crc(generation: int, body: bytes, runs: bytes) -> int:
     """Over everything a reader uses; `body` may carry its own crc, which is left out."""
-    return zlib.crc32(runs, zlib.crc32(body[:-4], generation & 0xFFFFFFFF))
+    seed = (generation ^ generation >> 32) & 0xFFFFFFFF
+    return zlib.crc32(runs, zlib.crc32(body[:-4], seed))
 
 
 def unclean_slots(shared: Shared, geometry: layout.Geometry, owner: int) -> list[int]:
@@ -231,8 +237,8 @@ def end_entry(shared: Shared, geometry: layout.Geometry, owner: int, slot: int) 
     words[geometry.tag(owner, slot) >> 3] = 0
     odd = words[at >> 3] | 1
     words[at >> 3] = odd
-    words[(at + 8) >> 3] = (words[(at + 8) >> 3] + 1) & ~1
-    words[at >> 3] = odd + 1
+    words[(at + 8) >> 3] = (words[(at + 8) >> 3] + 1) & ~1 & layout.GENERATION_MAX
+    words[at >> 3] = (odd + 1) & layout.WORD_MAX
 
 
 def _check_progress(ready: int, total: int) -> None:

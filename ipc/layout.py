@@ -7,6 +7,7 @@
       │   control cell    engine id, role, state, boot id, restarts                  │ node
       │   load cell       pid, heartbeat, gauges, counters                           │ scheduler
       │   region cells    [8 ranks]: segment, sizes, strides, boot, fingerprint      │ that worker
+      │   prefix word     boot id whose prefix table is ready, see prefix_layout.py  │ scheduler
       ├──────────────────────────────────────────────────────────────────────────────┤
       │ tags, [bucket][owner][8]: u64, 0 = nothing here. One bucket of one owner is  │
       │   one cache line; one bucket of all owners is read at once                   │ owner
@@ -27,7 +28,8 @@ the version on, so a death at any instruction leaves the previous value readable
       0 version │ 64 side 0: crc, body │ 64 + span  side 1: crc, body        current = version & 1
 
 An entry record has a sequence word, odd while its owner writes; its generation is odd while the
-entry lives and even while the slot is free, so one store ends an entry for all readers.
+entry lives and even while the slot is free, so one store ends an entry for all readers. Counters
+wrap: a damaged word that stands at its maximum must not stop its writer.
 
 A transfer id lives in one of two buckets, both chosen by its digest, in the emptier one. Nothing
 ever moves and there are no tombstones: a look-up reads two buckets, full or empty table, and 64
@@ -45,12 +47,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 MAGIC = int.from_bytes(b"pdnodeix", "little")
-VERSION = 1
+VERSION = 2
 
 PAGE = 4096
 LINE = 64
 RANKS = 8
 WAYS = 8  # tags of one bucket: one cache line
+WORD_MAX = (1 << 64) - 1
+GENERATION_MAX = (1 << 62) - 1  # leaves an acknowledgement word two bits for its state
 NODE = -1  # "me" of the node itself: it has no table and no acknowledgement words
 
 # magic, version, four sizes (Sizes), total bytes, node boot id, fingerprint and its length, crc
@@ -67,7 +71,8 @@ CONTROL_AT = 0
 LOAD_AT = CONTROL_AT + LINE + 2 * CONTROL_SPAN
 REGIONS_AT = LOAD_AT + LINE + 2 * LOAD_SPAN
 REGION_CELL = LINE + 2 * REGION_SPAN
-ROW = REGIONS_AT + RANKS * REGION_CELL
+PREFIX_AT = REGIONS_AT + RANKS * REGION_CELL
+ROW = PREFIX_AT + LINE
 
 RECORD = 128
 # Between generation and lease: digest, boot, ready, total, first, blocks, runs, page, crc
@@ -131,6 +136,9 @@ class Geometry(Sizes):
 
     def region(self, engine: int, rank: int) -> int:
         return self.row(engine) + REGIONS_AT + rank * REGION_CELL
+
+    def prefixes(self, engine: int) -> int:
+        return self.row(engine) + PREFIX_AT
 
     def records(self, owner: int) -> int:
         return self.records_at + owner * self.slots * RECORD

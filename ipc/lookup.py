@@ -139,7 +139,8 @@ class Lookup:
             runs = self._runs(owner, raw[72:], count, page)
             if words[at >> 3] != seq:
                 continue
-            if runs is None or crc != record_crc(generation, body, runs):
+            damaged = runs is None or generation > layout.GENERATION_MAX
+            if damaged or crc != record_crc(generation, body, runs):
                 return None
             pairs = tuple(struct.iter_unpack("=II", runs))
             return Entry(owner, slot, generation, boot, transfer_id, pairs, ready, total, token)

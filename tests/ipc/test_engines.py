@@ -113,5 +113,5 @@ def test_index_fingerprint_and_boot_are_kept_with_trailing_zeros(prefix):
 def test_index_of_another_version_is_refused_with_both_versions(node):
     raw = Segment.attach(node.name)
     raw.buf[8] = 99
-    with pytest.raises(SegmentForeign, match="version 99, not 1"):
+    with pytest.raises(SegmentForeign, match=f"version 99, not {layout.VERSION}"):
         Index.attach(node.name, me=0)

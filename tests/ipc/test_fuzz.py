@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ipc import layout
-from ipc.errors import IpcError
+from ipc.errors import IpcError, WaitTimeout
 from ipc.index import Index
 from ipc.memory import HostRegion
 from ipc.pipe import RECEIVE, SEND, KVPipe
@@ -18,7 +18,9 @@ from ipc.segment import SHM_DIR, Segment, unlink
 from tests.ipc.conftest import BOOTS
 
 fuzz = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -43,13 +45,24 @@ def open_everything(name: str) -> None:
 
 def use_index(index: Index) -> None:
     try:
-        for operation in operations(index):
+        for operation in (*operations(index), *owner_operations(index)):
             try:
                 operation()
             except IpcError:
                 pass
     finally:
         index.close()
+
+
+def damage(raw: bytearray, first: int, last: int, spots: int, noise: random.Random) -> None:
+    """Single bytes, and whole words at the ends of their range: counters must not overflow."""
+    extremes = [bytes(8), b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\xfe" + b"\xff" * 7]
+    for _ in range(spots):
+        at = noise.randrange(first, last)
+        if noise.random() < 0.7:
+            raw[at] = noise.randrange(256)
+        elif at + 8 <= last:
+            raw[at & ~7 : (at & ~7) + 8] = noise.choice(extremes)
 
 
 def operations(index: Index):
@@ -60,15 +73,26 @@ def operations(index: Index):
     for n in range(12):
         yield lambda n=n: index.select(f"id-{n}")
         yield lambda n=n: index.drop_select(f"id-{n}", timeout_s=0)
-    boot = index._engines.boot(0)
-    yield lambda: [
-        index.insert(
-            f"new-{n}", boot_id=boot, block_ids=[1, 2], tokens_ready=1, tokens_total=1, lease_s=1
+
+
+def owner_operations(index: Index):
+    me, blocks = index.me, list(range(0, 300, 2))
+    if me == layout.NODE:
+        yield lambda: index.set_control(0, engine_id="e", role=1, state=2, boot_id=5, restarts=0)
+        yield from (lambda slot=slot: index.sweep(slot) for slot in range(index.engine_slots))
+        return
+    boot = index._engines.boot(me)
+    for n in range(40):
+        yield lambda n=n: index.insert(
+            f"new-{n}", boot_id=boot, block_ids=blocks, tokens_ready=1, tokens_total=1, lease_s=1
         )
-        for n in range(5)
-    ]
     yield lambda: [index.released(ticket) for ticket in index.live()]
+    yield lambda: [index.publish(t, block_ids=[1], tokens_ready=0) for t in index.live()]
+    yield lambda: [index.drop(index.select(t.transfer_id, me)) for t in index.live()[:3]]
     yield lambda: [index.remove(ticket) for ticket in index.live()]
+    yield lambda: index.add_counters(me, pins=3)
+    yield lambda: index.set_load(me, running=3)
+    yield lambda: index.set_region(me, 3, RegionRecord("s", 4096, 1, 1, 4096, 4096, 4096, 0, 1, 1))
 
 
 def receive(pipe: KVPipe) -> None:
@@ -82,8 +106,10 @@ def receive(pipe: KVPipe) -> None:
 def test_random_bytes_are_refused_by_every_attach(prefix, seed, pages, cut):
     name = prefix + "noise"
     write_file(name, random.Random(seed).randbytes(pages * 4096 + (cut if seed & 1 else 0)))
-    open_everything(name)
-    unlink(name)
+    try:
+        open_everything(name)
+    finally:
+        unlink(name)
 
 
 @fuzz
@@ -110,21 +136,26 @@ def test_damaged_index_gives_typed_errors_or_true_data(node, engines, seed, spot
     name = node.name + "-copy"
     with open(f"{SHM_DIR}/{node.name}", "rb") as file:
         raw = bytearray(file.read())
-    for _ in range(spots):
-        raw[noise.randrange(first, last)] = noise.randrange(256)
-    write_file(name, bytes(raw))
+    damage(raw, first, last, spots, noise)
     try:
-        damaged = Index.attach(name, me=1)
+        for me in (1, 0, layout.NODE):
+            write_file(name, bytes(raw))
+            use_damaged(name, me, wanted)
+    finally:
+        unlink(name)
+        for ticket in tickets:
+            engines[0].remove(ticket)
+
+
+def use_damaged(name: str, me: int, wanted: dict[str, list[int]]) -> None:
+    try:
+        damaged = Index.attach(name, me=me)
     except IpcError:
-        pass
-    else:
-        for id_, blocks in wanted.items():
-            found = damaged.select(id_)
-            assert found is None or found.block_ids == blocks
-        use_index(damaged)
-    unlink(name)
-    for ticket in tickets:
-        engines[0].remove(ticket)
+        return
+    for id_, blocks in wanted.items():
+        found = damaged.select(id_)
+        assert found is None or found.block_ids == blocks
+    use_index(damaged)
 
 
 @fuzz
@@ -134,9 +165,11 @@ def test_index_cut_off_at_any_page_is_refused(node, keep):
     with open(f"{SHM_DIR}/{node.name}", "rb") as file:
         raw = file.read(min(keep * 4096, node.geometry.total - 4096))
     write_file(name, raw)
-    with pytest.raises(IpcError):
-        Index.attach(name, me=0)
-    unlink(name)
+    try:
+        with pytest.raises(IpcError):
+            Index.attach(name, me=0)
+    finally:
+        unlink(name)
 
 
 @fuzz
@@ -144,18 +177,20 @@ def test_index_cut_off_at_any_page_is_refused(node, keep):
 def test_damaged_pipe_gives_typed_errors(prefix, seed, spots, whole):
     noise = random.Random(seed)
     sender = KVPipe.create(prefix + "pipe", 4, 1024, end=SEND, max_frame_bytes=1 << 20)
-    sender.send_tensor(torch.arange(10))
-    sender.send_tensor(None)
-    raw = Segment.attach(sender.name)
-    first = 0 if whole else 8192
-    for _ in range(spots):
-        raw.buf[noise.randrange(first, raw.nbytes if whole else first + 200)] = noise.randrange(256)
     try:
-        receive(KVPipe.attach(sender.name, end=RECEIVE))
-    except IpcError:
-        pass
-    sender.close()
-    unlink(sender.name)
+        sender.send_tensor(torch.arange(10))
+        sender.send_tensor(None)
+        raw = Segment.attach(sender.name)
+        first = 0 if whole else 8192
+        damage(raw.buf, first, raw.nbytes if whole else first + 200, spots, noise)
+        raw.close()
+        try:
+            receive(KVPipe.attach(sender.name, end=RECEIVE))
+        except IpcError:
+            pass
+    finally:
+        sender.close()
+        unlink(sender.name)
 
 
 def test_index_as_large_as_its_header_claims_is_checked_not_believed(prefix):
@@ -165,3 +200,22 @@ def test_index_as_large_as_its_header_claims_is_checked_not_believed(prefix):
     with pytest.raises(IpcError, match="cut off"):
         Index.attach(made.name, me=0)
     unlink(made.name)
+
+
+def test_words_at_their_maximum_stop_nobody(node, engines):
+    """A generation that an acknowledgement word cannot hold; counters about to wrap."""
+    made = engines[0].insert(
+        "worn", boot_id=BOOTS[0], block_ids=[1], tokens_ready=1, tokens_total=1, lease_s=10
+    )
+    words, at = engines[0]._shared.words, node.geometry.records(0) + made.slot_index * layout.RECORD
+    words[at >> 3] = layout.WORD_MAX - 1
+    words[at + 8 >> 3] = layout.WORD_MAX
+    assert engines[1].select("worn") is None
+    with pytest.raises(WaitTimeout):
+        engines[1].drop_select("worn", timeout_s=0)
+    assert engines[0].remove(made)
+    again = engines[0].insert(
+        "worn", boot_id=BOOTS[0], block_ids=[2], tokens_ready=1, tokens_total=1, lease_s=10
+    )
+    assert again.slot_index == made.slot_index
+    assert engines[1].drop_select("worn", timeout_s=0).block_ids == [2]
