@@ -16,6 +16,9 @@ The life of an entry:
 10. ends the entry, and only then reuses the blocks        index.py   Index.remove
  †  the owner died: the node ends what it left             index.py   Index.sweep, segment.sweep
 
+Without a request, by content: an engine says which blocks hold which block hash, and anybody may
+look, copy, and ask afterwards whether they still did     prefixes.py  publish, take, still
+
     /dev/shm
     ┌─ index ───────────────┐    ┌─ KV of P, rank 0 ──────┐    ┌─ KV of D, rank 0 ──────┐
     │ engines: who, load    │    │ header: boot, size ... │    │ header                 │
@@ -33,6 +36,7 @@ import importlib
 
 from ipc.errors import IpcError
 from ipc.index import Index
+from ipc.prefixes import Held
 from ipc.records import EngineRecord, Entry, KVLayout, RegionRecord, Role, State, Ticket
 from ipc.segment import Segment, names, sweep
 
@@ -50,6 +54,7 @@ __all__ = [  # noqa: PLE0604 (the keys of _LAZY are strings)
     *_LAZY,
     "EngineRecord",
     "Entry",
+    "Held",
     "Index",
     "IpcError",
     "KVLayout",

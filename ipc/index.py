@@ -6,6 +6,7 @@
     entries.py   insert / publish / renew / remove      (the owner's scheduler process)
     lookup.py    select / validate / drop / claim       (any process)
     take.py      drop_select: wait, then claim          (any process)
+    prefixes.py  `prefixes`: which blocks hold which block hash
 
 No call takes a lock that another process could hold; only `drop_select` waits, within its budget.
 An Index belongs to one thread of one process. Times are CLOCK_MONOTONIC nanoseconds.
@@ -20,6 +21,7 @@ from ipc.entries import Entries, end_entry, unclean_slots
 from ipc.errors import BootMismatch, LookupFault, NotOwner, WaitTimeout
 from ipc.layout import NODE
 from ipc.lookup import Lookup
+from ipc.prefixes import Prefixes
 from ipc.records import EngineRecord, Entry, RegionRecord, Ticket
 from ipc.segment import Segment
 from ipc.take import Taking
@@ -37,6 +39,9 @@ class Index:
         self.name, self.me = segment.name, me
         self._engines = Engines(self._shared, self.geometry)
         self._lookup = Lookup(self._shared, self.geometry, me, self._engines.boot)
+        self.prefixes = Prefixes(
+            self.name, self._shared, self.geometry, me, self.node_boot_id, self._engines
+        )
         self._entries = None if me == NODE else Entries(self._shared, self.geometry, me)
 
     @classmethod
@@ -71,9 +76,11 @@ class Index:
 
     def close(self) -> None:
         """Unmap. The node also calls `unlink`."""
+        self.prefixes.close()
         self._shared.close()
 
     def unlink(self) -> bool:
+        self.prefixes.unlink()
         return self._shared.segment.unlink()
 
     # engines -------------------------------------------------------------------------------------
