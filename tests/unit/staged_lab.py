@@ -1,15 +1,15 @@
 """Owner and reader of a staged path without engines, for test_staged.py.
 
-``python -m tests.unit.staged_lab PREFIX ORDER`` is an owner in a process of its own, whose index is
-there already; it offers all its blocks as transfer ``t`` and says when it serves.
+``own`` is an owner in a process of its own, whose index is there already; it offers all its blocks
+as transfer ``t`` and says when it serves.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import time
+import threading
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -105,9 +105,11 @@ class Half:
         return b"".join(self.bytes[at : at + PAGE].tobytes() for at in starts)
 
 
-if __name__ == "__main__":
-    owner = Half(sys.argv[1], OWNER, LAYOUTS[sys.argv[2]](OWNER_BLOCKS))
-    owner.serve()
+def own(prefix: str, order: str, serving: Connection) -> None:
+    """Never returns: the process is there to be killed."""
+    owner = Half(prefix, OWNER, LAYOUTS[order](OWNER_BLOCKS))
+    server = owner.serve()
     owner.offer("t", list(range(OWNER_BLOCKS)))
-    print("serving", flush=True)
-    time.sleep(600)
+    serving.send("serving")
+    threading.Event().wait()
+    server.close()

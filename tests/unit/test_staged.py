@@ -6,11 +6,11 @@ import contextlib
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +31,10 @@ from tests.unit.staged_lab import (
     Half,
     announce,
     make_index,
+    own,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+START_S = 120
 
 
 @pytest.fixture
@@ -135,18 +136,28 @@ def rings(prefix: str) -> int:
 # --- the owner in a process of its own ------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def forks():
+    """Owners are forked from one process that has imported everything: that takes many seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.unit.staged_lab"])
+    return context
+
+
 @pytest.fixture
-def owner(prefix: str) -> Iterator[tuple[subprocess.Popen, Half]]:
+def owner(prefix: str, forks) -> Iterator[tuple[BaseProcess, Half]]:
     """(the owner's process, a reader)."""
     make_index(prefix)
-    command = [sys.executable, "-m", "tests.unit.staged_lab", prefix, "LB"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    ours, theirs = forks.Pipe()
+    process = forks.Process(target=own, args=(prefix, "LB", theirs))
+    process.start()
     try:
-        assert process.stdout.readline() == b"serving\n"
+        assert ours.poll(START_S), "the owner does not serve"
+        assert ours.recv() == "serving"
         yield process, Half(prefix, READER, LAYOUTS["LB"](READER_BLOCKS))
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def blocks_until_it_fails(reader: Half, path: staged.StagedPath) -> Exception:
@@ -174,7 +185,7 @@ def test_an_owner_killed_in_the_middle_fails_the_load_at_once(owner, after_s: fl
     threading.Timer(after_s, process.kill).start()
     error = blocks_until_it_fails(reader, path)
     assert isinstance(error, PeerGone)
-    process.wait(5)
+    process.join(5)
     with pytest.raises(PeerGone, match="not there to send KV"):
         path.load(reader.wanted("t", [0], [0]))
 
@@ -185,14 +196,14 @@ def test_a_silent_owner_costs_one_wait(owner, monkeypatch: pytest.MonkeyPatch) -
     process, reader = owner
     path = reader.path()
     path.load(reader.wanted("t", [0], [0]))
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     begin_s = time.monotonic()
     with pytest.raises(WaitTimeout):
         path.load(reader.wanted("t", [0], [0]))
     with pytest.raises(PeerGone, match="it is asked again in"):
         path.load(reader.wanted("t", [0], [0]))
     assert time.monotonic() - begin_s < 2
-    process.send_signal(signal.SIGCONT)
+    os.kill(process.pid, signal.SIGCONT)
     monkeypatch.undo()
     path = reader.path()  # nothing is remembered: the old connection's name is free again
     assert path.load(reader.wanted("t", [0], [0])) == LAYERS * PAGE
