@@ -46,7 +46,8 @@ def _headers() -> Path:
 
 def environment(library: Path | None, **extra: object) -> dict[str, str]:
     """For a child process; `library` None: whatever driver there is."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in extra.items()}}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, **{k: str(v) for k, v in extra.items()}}
     if library is not None:
         env["LD_LIBRARY_PATH"] = f"{library.parent}:{env.get('LD_LIBRARY_PATH', '')}"
     return env

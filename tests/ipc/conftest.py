@@ -62,10 +62,10 @@ def python() -> Iterator[Callable[..., subprocess.Popen]]:
     started: list[subprocess.Popen] = []
 
     def start(file: str, *args: object) -> subprocess.Popen:
-        root = str(HERE.parent.parent)
+        path = (str(HERE.parent.parent), os.environ.get("PYTHONPATH"))
         process = subprocess.Popen(
             [sys.executable, str(HERE / file), *map(str, args)],
-            env={**os.environ, "PYTHONPATH": root},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
