@@ -47,6 +47,8 @@ _LAZY = {
     "HostCopier": "ipc.copy",
     "CopyPlan": "ipc.copy",
     "plan": "ipc.copy",
+    "HeadSlice": "ipc.heads",
+    "head_reads": "ipc.heads",
     "KVPipe": "ipc.pipe",
 }
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ipc.errors import CopyRefused
+from ipc.heads import HeadSlice, page_strides
 from ipc.records import KVLayout
 
 
@@ -65,22 +66,31 @@ class Span(Protocol):
 
 
 def plan(
-    src: KVLayout, dst: KVLayout, src_blocks: Sequence[int], dst_blocks: Sequence[int]
-) -> CopyPlan:
+    src: KVLayout, dst: KVLayout, src_blocks: Sequence[int], dst_blocks: Sequence[int],
+    heads: HeadSlice | None = None,
+) -> CopyPlan:  # fmt: skip
     """Copy block src_blocks[i] to dst_blocks[i], all layers, in as few strips as the layouts allow.
 
+    `heads`: only these, between pages that hold different numbers of heads; for engines of
+    different tensor parallel size, one plan for each source rank of `ipc.heads.head_reads`.
+
     Raises CopyRefused: other page size or number of layers, lists of different length, a block that
-    is not in its layout.
+    is not in its layout, heads that are not in a page.
     """
-    _check_layouts(src, dst)
+    inside = _inside_page(src, dst, heads)
     src_ids, dst_ids = _ids(src_blocks, src, "source"), _ids(dst_blocks, dst, "destination")
     if len(src_ids) != len(dst_ids):
         raise CopyRefused(f"{len(src_ids)} source blocks for {len(dst_ids)} destination blocks")
-    strips = [
-        strip
-        for start, stop in _runs(src_ids, dst_ids)
-        for strip in _strips(src, dst, int(src_ids[start]), int(dst_ids[start]), stop - start)
-    ]
+    grids: dict[int, _Grid] = {}
+    strips = []
+    for start, stop in _runs(src_ids, dst_ids):
+        n = stop - start
+        grid = grids.get(n) or grids.setdefault(n, _grid(src, dst, n, inside))
+        at = _offset(src, int(src_ids[start])) + inside.src_off
+        to = _offset(dst, int(dst_ids[start])) + inside.dst_off
+        strips += [
+            Strip(at + i, to + j, grid.nbytes, grid.rows, *grid.steps) for i, j in grid.places
+        ]
     return CopyPlan(
         tuple(strips),
         max((s.src_off + (s.rows - 1) * s.src_step + s.nbytes for s in strips), default=0),
@@ -111,11 +121,47 @@ class HostCopier:
         return plan.total_bytes
 
 
-def _check_layouts(src: KVLayout, dst: KVLayout) -> None:
-    for field in ("num_layers", "page_bytes"):
-        theirs, ours = getattr(src, field), getattr(dst, field)
-        if theirs != ours:
-            raise CopyRefused(f"{field} differs: source {theirs}, destination {ours}")
+class _Axis(NamedTuple):
+    """`count` things at fixed steps on both sides, in bytes."""
+
+    count: int
+    src_step: int
+    dst_step: int
+
+
+class _Page(NamedTuple):
+    """What of every page moves: `nbytes` from an offset on, repeated along the axes."""
+
+    src_off: int
+    dst_off: int
+    nbytes: int
+    axes: tuple[_Axis, ...]
+
+
+class _Grid(NamedTuple):
+    """The strips of one run, whichever: equal ones, at these places from its beginning."""
+
+    nbytes: int
+    rows: int
+    steps: tuple[int, int]
+    places: tuple[tuple[int, int], ...]
+
+
+def _inside_page(src: KVLayout, dst: KVLayout, heads: HeadSlice | None) -> _Page:
+    _must_agree("num_layers", src.num_layers, dst.num_layers)
+    if heads is None:
+        _must_agree("page_bytes", src.page_bytes, dst.page_bytes)
+        return _Page(0, 0, src.page_bytes, ())
+    content = heads.content_bytes(src.page_bytes, dst.page_bytes)
+    theirs = page_strides(heads.src_order, heads.src_heads, heads.tokens, content)
+    ours = page_strides(heads.dst_order, heads.dst_heads, heads.tokens, content)
+    axes = _Axis(heads.count, theirs[0], ours[0]), _Axis(heads.tokens, theirs[1], ours[1])
+    return _Page(heads.src_first * theirs[0], heads.dst_first * ours[0], content, axes)
+
+
+def _must_agree(what: str, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        raise CopyRefused(f"{what} differs: source {theirs}, destination {ours}")
 
 
 def _ids(blocks: Sequence[int], kv: KVLayout, side: str) -> np.ndarray:
@@ -135,32 +181,39 @@ def _runs(src: np.ndarray, dst: np.ndarray) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _strips(src: KVLayout, dst: KVLayout, src_block: int, dst_block: int, n: int) -> list[Strip]:
-    """One run of n blocks in all layers."""
-    page, layers = src.page_bytes, src.num_layers
-    at, to = _offset(src, src_block), _offset(dst, dst_block)
-    block_steps = src.block_stride_bytes, dst.block_stride_bytes
-    layer_steps = src.layer_stride_bytes, dst.layer_stride_bytes
-    if n == 1 or block_steps == (page, page):  # A run is one piece in each layer.
-        return [_joined(Strip(at, to, n * page, layers, *layer_steps))]
-    if layers == 1 or layer_steps == (page, page):  # A block is one piece.
-        return [_joined(Strip(at, to, layers * page, n, *block_steps))]
-    if n <= layers:
-        return [
-            Strip(at + i * block_steps[0], to + i * block_steps[1], page, layers, *layer_steps)
-            for i in range(n)
-        ]
-    return [
-        Strip(at + i * layer_steps[0], to + i * layer_steps[1], page, n, *block_steps)
-        for i in range(layers)
-    ]
+def _grid(src: KVLayout, dst: KVLayout, n: int, inside: _Page) -> _Grid:
+    """A run of n blocks in all layers, in as few strips as can be: the longest axis are their rows."""
+    blocks = _Axis(n, src.block_stride_bytes, dst.block_stride_bytes)
+    layers = _Axis(src.num_layers, src.layer_stride_bytes, dst.layer_stride_bytes)
+    nbytes, axes = _joined(inside.nbytes, [layers, blocks, *inside.axes])
+    rows = max(axes, default=_Axis(1, 0, 0))
+    places = itertools.product(*(range(axis.count) for axis in axes if axis is not rows))
+    steps = [axis[1:] for axis in axes if axis is not rows]
+    return _Grid(
+        nbytes, rows.count, rows[1:],
+        tuple(
+            (
+                sum(i * step[0] for i, step in zip(place, steps, strict=True)),
+                sum(i * step[1] for i, step in zip(place, steps, strict=True)),
+            )
+            for place in places
+        ),
+    )  # fmt: skip
 
 
-def _joined(strip: Strip) -> Strip:
-    """Rows that touch on both sides are one row."""
-    if strip.src_step == strip.dst_step == strip.nbytes:
-        return strip._replace(nbytes=strip.nbytes * strip.rows, rows=1)
-    return strip
+def _joined(nbytes: int, axes: list[_Axis]) -> tuple[int, list[_Axis]]:
+    """Things that touch on both sides are one; two axes that continue each other are one."""
+    axes = [axis for axis in axes if axis.count > 1]
+    for axis in axes:
+        rest = [other for other in axes if other is not axis]
+        if axis.src_step == axis.dst_step == nbytes:
+            return _joined(nbytes * axis.count, rest)
+        for other in rest:
+            span = axis.count * axis.src_step, axis.count * axis.dst_step
+            if span == other[1:]:
+                rest.remove(other)
+                return _joined(nbytes, [axis._replace(count=axis.count * other.count), *rest])
+    return nbytes, axes
 
 
 def _offset(kv: KVLayout, block: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ipc.copy import Strip, plan
+from ipc.heads import HeadSlice
 from ipc.records import KVLayout
 from ipc.segment import Segment, unlink
 from tests.cuda.lab import Refused, record
@@ -90,15 +91,8 @@ class RegionContract:
         """P with one rank and D with two, and the other way round: half pages at fixed steps."""
         whole, half = layout("LB", 16), KVLayout(16, LAYERS, PAGE // 2, PAGE // 2, 16 * PAGE // 2)
         theirs, ours = (whole, half) if heads == "all to half" else (half, whole)
-        strips = [
-            Strip(
-                theirs.base_offset_bytes + layer * theirs.layer_stride_bytes + at,
-                ours.base_offset_bytes + layer * ours.layer_stride_bytes + to,
-                PAGE // 2, 16, theirs.block_stride_bytes, ours.block_stride_bytes,
-            )
-            for layer in range(LAYERS)
-            for at, to in [(PAGE // 2, 0) if theirs is whole else (0, PAGE // 2)]
-        ]  # fmt: skip
+        sizes = (2, 1, 1, 0) if theirs is whole else (1, 2, 0, 1)
+        strips = plan(theirs, ours, range(16), range(16), HeadSlice(1, 16, *sizes)).strips
         self._copied(lab, prefix, theirs, ours, strips)
 
     @pytest.mark.parametrize("nbytes", [1, 15, 16, 17, 4095, 40000])
