@@ -5,9 +5,10 @@
     Ticket.done ─> the event is there, or an error is ─> unpin, give the event and table back
 
 Ordered by the host: the caller submits when the source is complete (the owner has seen an event of
-its own after the step that wrote it) and when no earlier step still uses the destination; it starts
-work on the copied blocks when the ticket is done. No GPU ever waits for another process, so none
-can hang when that process dies. Host-ordered hand-off costs tens of microseconds.
+its own after the step that wrote it), and starts work on the copied blocks when the ticket is done.
+Earlier steps of this process that may still use the destination are waited for on the GPU (`after`,
+a stream). No GPU ever waits for another process, so none can hang when that process dies.
+Host-ordered hand-off costs tens of microseconds.
 """
 
 import threading
@@ -112,21 +113,23 @@ class CudaCopier:
 
     def copy(
         self, plan: CopyPlan, src: Span | int, dst: Span | int, *, src_nbytes: int | None = None,
-        dst_nbytes: int | None = None, timeout_s: float | None = 30.0,
+        dst_nbytes: int | None = None, after: int | None = None, timeout_s: float | None = 30.0,
     ) -> int:  # fmt: skip
         """`submit` and wait: the bytes moved. As `ipc.copy.HostCopier.copy`."""
-        ticket = self.submit(plan, src, dst, src_nbytes=src_nbytes, dst_nbytes=dst_nbytes)
+        sizes = {"src_nbytes": src_nbytes, "dst_nbytes": dst_nbytes}
+        ticket = self.submit(plan, src, dst, after=after, **sizes)
         return ticket.wait(timeout_s)
 
     def submit(
         self, plan: CopyPlan, src: Span | int, dst: Span | int, *, src_nbytes: int | None = None,
-        dst_nbytes: int | None = None,
+        dst_nbytes: int | None = None, after: int | None = None,
     ) -> Ticket:  # fmt: skip
         """Start a copy; never waits. Regions stay mapped until it has ended.
 
-        `src`, `dst`: CudaRegion; or bare device addresses, which the caller keeps mapped, with
-        their sizes. Raises CopyRefused, CopierBusy, PeerGone (the source's owner died),
-        CudaCallFailed.
+        `src`, `dst`: CudaRegion; or bare addresses of device or pinned host memory, which the
+        caller keeps mapped, with their sizes. `after`: a stream of this process and GPU whose work
+        so far must end first (0: the default one). Raises CopyRefused, CopierBusy, PeerGone (the
+        source's owner died), CudaCallFailed.
         """
         _inside(plan.src_extent_bytes, src, src_nbytes, "source")
         _inside(plan.dst_extent_bytes, dst, dst_nbytes, "destination")
@@ -137,7 +140,7 @@ class CudaCopier:
             same_gpu = isinstance(src, CudaRegion) and src.uuid == self.device.uuid
             known = self.crossover.get(src.uuid) if isinstance(src, CudaRegion) else None
             by_kernel = self._by_kernel(table[:, 2], known or Crossover(), same_gpu)
-            self._start(ticket, table, by_kernel)
+            self._start(ticket, table, by_kernel, after)
         return ticket
 
     def calibrate(self, src: CudaRegion, piece_bytes: int) -> Crossover:
@@ -190,24 +193,29 @@ class CudaCopier:
         ]
         return np.array(chosen, bool)[which]
 
-    def _start(self, ticket: Ticket, table: np.ndarray, by_kernel: np.ndarray) -> None:
+    def _start(
+        self, ticket: Ticket, table: np.ndarray, by_kernel: np.ndarray, after: int | None = None
+    ) -> None:  # fmt: skip
         slot = self._take(ticket)
         # Under the ticket's lock: `close_dead` in another thread asks every pinned copy whether it
         # is done, and must not get an answer before the event is recorded.
         with ticket._lock:
-            failure = self._try(ticket, slot, table, by_kernel)
+            failure = self._try(ticket, slot, table, by_kernel, after)
             ticket._table, ticket.error = slot, failure
         if failure is not None:
             ticket.done()  # What had begun before it failed ends like any other copy.
             raise failure
 
     def _try(
-        self, ticket: Ticket, slot: Table, table: np.ndarray, by_kernel: np.ndarray
+        self, ticket: Ticket, slot: Table, table: np.ndarray, by_kernel: np.ndarray,
+        after: int | None,
     ) -> IpcError | None:  # fmt: skip
         try:
             for region in ticket._regions:
                 region.hold.pin(ticket)
             with self.device.use():
+                if after is not None:
+                    slot.begin_after(after, self._stream)
                 self._submit(slot, table, by_kernel)
         except IpcError as error:
             return error

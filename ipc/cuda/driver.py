@@ -249,6 +249,11 @@ def event_record(event: int, stream: int) -> None:
     _call("cuEventRecord", _event(event), _stream(stream))
 
 
+def stream_wait(stream: int, event: int) -> None:
+    """Later work of `stream` begins when the work that `event` was recorded after has ended."""
+    _call("cuStreamWaitEvent", _stream(stream), _event(event), 0)
+
+
 def event_done(event: int) -> bool:
     """Never waits. Raises the error of earlier work when there was one."""
     status = _cuda().cuEventQuery(_event(event))[0]

@@ -16,6 +16,8 @@ CASES = (
     "close_from_another_thread_while_copies_start",
     "batch_as_the_driver_has_it",
     "kernel",
+    "copy_begins_after_the_stream_it_is_told",
+    "pinned_host_memory_is_copied_to_and_from",
     "calibration_measures_both_ways_and_is_used",
     "default_stream_is_refused",
     "threads_bring_their_own_context",

@@ -66,13 +66,14 @@ struct Piece {
     size_t bytes;
 };
 struct Op {
-    enum { COPY, ZERO, GATHER, MARK, QUIT } what;
+    enum { COPY, ZERO, GATHER, MARK, WAIT, QUIT } what;
     struct Piece *pieces; /* COPY in random order; freed after the operation */
     size_t count;
     CUdeviceptr table; /* GATHER */
     int vectors;
     void *staged; /* COPY from host memory that is not pinned: its one source; freed after */
-    struct Event *event; /* MARK */
+    struct Event *event; /* MARK, WAIT */
+    unsigned long long until; /* WAIT: how often the event must have been reached */
     struct Op *next;
 };
 CUresult enqueue(CUstream stream, struct Op op); /* `op` is copied */

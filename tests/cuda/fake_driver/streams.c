@@ -92,11 +92,21 @@ static void mark(struct Event *event) {
     pthread_mutex_unlock(&events);
 }
 
+static void wait_for(struct Event *event, unsigned long long until) {
+    for (int over = 0; !over; usleep(20)) {
+        pthread_mutex_lock(&events);
+        over = event->reached >= until;
+        pthread_mutex_unlock(&events);
+    }
+}
+
 static void perform(struct Stream *stream, struct Op *op) {
     CUresult result = CUDA_SUCCESS;
-    if (op->what != MARK) dawdle();
+    if (op->what != MARK && op->what != WAIT) dawdle();
     if (op->what == MARK)
         mark(op->event);
+    else if (op->what == WAIT)
+        wait_for(op->event, op->until);
     else if (!sticky[stream->device])
         result = op->staged         ? land(op)
                  : op->what == COPY ? move_all(op->pieces, op->count)
@@ -139,11 +149,7 @@ CUresult enqueue(CUstream handle, struct Op op) {
 void drain(CUstream stream) {
     struct Event event = {0};
     enqueue(stream, (struct Op){.what = MARK, .event = &event});
-    for (int over = 0; !over; usleep(20)) {
-        pthread_mutex_lock(&events);
-        over = event.reached == 1;
-        pthread_mutex_unlock(&events);
-    }
+    wait_for(&event, 1);
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {
@@ -206,11 +212,24 @@ CUresult cuEventRecord(CUevent handle, CUstream stream) {
     CUresult refused = checked(handle);
     if (refused) return refused;
     struct Event *event = (struct Event *)handle;
+    if (!stream) stream = default_stream();
     if (event->device != ((struct Stream *)stream)->device) return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&events);
     event->asked++;
     pthread_mutex_unlock(&events);
     return enqueue(stream, (struct Op){.what = MARK, .event = event});
+}
+
+/* Of an event that was never recorded there is nothing to wait for. */
+CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned flags) {
+    CUresult refused = checked(handle);
+    if (refused) return refused;
+    if (flags) return CUDA_ERROR_INVALID_VALUE;
+    struct Event *event = (struct Event *)handle;
+    pthread_mutex_lock(&events);
+    unsigned long long asked = event->asked;
+    pthread_mutex_unlock(&events);
+    return enqueue(stream ? stream : default_stream(), (struct Op){.what = WAIT, .event = event, .until = asked});
 }
 
 CUresult cuEventQuery(CUevent handle) {
