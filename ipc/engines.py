@@ -8,6 +8,10 @@ from ipc.errors import LookupFault
 from ipc.records import LOAD_FIELDS, EngineRecord, RegionRecord
 
 _LOAD_POSITION = {name: position for position, name in enumerate(LOAD_FIELDS)}
+_BOOT_WORDS = tuple(
+    (layout.LINE + side * layout.CONTROL_SPAN + layout.CELL_CRC_BYTES + layout.CONTROL_BOOT_AT) >> 3
+    for side in range(2)
+)  # from the beginning of a control cell
 _NO_CONTROL = bytes(layout.CONTROL.size)
 _NO_LOAD = bytes(layout.LOAD.size)
 
@@ -17,6 +21,8 @@ class Engines:
 
     def __init__(self, shared: Shared, geometry: layout.Geometry):
         self._shared, self._geometry = shared, geometry
+        row = geometry.row(0) + layout.CONTROL_AT
+        self._cells = [(row + slot * layout.ROW) >> 3 for slot in range(geometry.engines)]
         self._load: dict[int, list[int]] = {}  # what this process wrote last, by slot
 
     def set_control(
@@ -31,10 +37,8 @@ class Engines:
 
     def boot(self, slot: int) -> int:
         """The boot id in the control line, 0 when there is none. Two words: for hot paths."""
-        words = self._shared.words
-        at = self._geometry.row(slot) + layout.CONTROL_AT
-        side = at + layout.LINE + (words[at >> 3] & 1) * layout.CONTROL_SPAN
-        return words[(side + layout.CELL_CRC_BYTES + layout.CONTROL_BOOT_AT) >> 3]
+        words, cell = self._shared.words, self._cells[slot]
+        return words[cell + _BOOT_WORDS[words[cell] & 1]]
 
     def state(self, slot: int) -> int:
         at = self._geometry.row(slot) + layout.CONTROL_AT

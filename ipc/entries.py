@@ -23,7 +23,8 @@ from ipc.records import Ticket
 Runs = list[tuple[int, int]]
 _INLINE_BYTES = layout.INLINE_RUNS * 8
 _PAGE_BYTES = layout.PAGE_RUNS * 8
-_BUCKET = struct.Struct("=8Q")
+_PAGE_CRC = struct.Struct("=II")
+_TAGS = struct.Struct(f"={layout.WAYS}Q")
 
 
 class _Live:
@@ -43,8 +44,6 @@ class Entries:
 
     def __init__(self, shared: Shared, geometry: layout.Geometry, owner: int):
         self._shared, self._geometry, self._owner = shared, geometry, owner
-        self._records = geometry.records(owner)
-        self._acks = [geometry.acks(reader, owner) for reader in range(geometry.engines)]
         self._live: dict[str, _Live] = {}
         self._free_pages: list[int] | None = None  # None until this process has written
 
@@ -65,6 +64,8 @@ class Entries:
         self._fill(live, runs, pages, tokens_ready)
         self._live[transfer_id] = live
         self.renew(ticket, lease_s)
+        if slot // layout.WAYS != key.first:
+            self._add_moved(key.first, 1)
         self._shared.words[self._geometry.tag(self._owner, slot) >> 3] = key.tag_word
         return ticket
 
@@ -92,9 +93,10 @@ class Entries:
         if live is None or live.ticket != ticket:
             return "removed"
         dropped = ticket.generation << 2 | layout.DROPPED
-        words, offset = self._shared.words, ticket.slot_index * 8
-        for acks in self._acks:
-            if words[(acks + offset) >> 3] == dropped:
+        words, geometry = self._shared.words, self._geometry
+        first = geometry.ack(0, self._owner, ticket.slot_index)
+        for at in range(first, first + geometry.engines * layout.LINE, layout.LINE):
+            if words[at >> 3] == dropped:
                 return "taken"
         return "expired" if time.monotonic_ns() >= live.deadline_ns else None
 
@@ -103,6 +105,8 @@ class Entries:
         if live is None or live.ticket != ticket:
             return False
         end_entry(self._shared, self._geometry, self._owner, ticket.slot_index)
+        if ticket.slot_index // layout.WAYS != live.key.first:
+            self._add_moved(live.key.first, -1)
         del self._live[ticket.transfer_id]
         self._free_pages += live.pages
         return True
@@ -119,6 +123,7 @@ class Entries:
                     "another writer: one process writes one engine's table"
                 )
             end_entry(self._shared, self._geometry, self._owner, slot)
+        nobody_moved(self._shared, self._geometry, self._owner)
         self._free_pages = list(range(self._geometry.run_pages))
 
     def _check_new(self, transfer_id: str) -> None:
@@ -128,16 +133,24 @@ class Entries:
             raise self._full(f"no slot for transfer {transfer_id!r}")
 
     def _free_slot(self, key: Key) -> int:
-        """A free slot in the emptier of the key's two buckets."""
-        buckets = ((self._tags(bucket), bucket) for bucket in (key.first, key.second))
-        tags, bucket = max(buckets, key=lambda pair: pair[0].count(0))
+        """In the key's first bucket; when that is crowded, in the emptier of the two."""
+        bucket, tags = key.first, self._tags(key.first)
+        if tags.count(0) <= layout.WAYS - layout.CROWDED:
+            others = self._tags(key.second)
+            if others.count(0) > tags.count(0):
+                bucket, tags = key.second, others
         if 0 not in tags:
             raise self._full("both buckets of this id are full")
         return bucket * layout.WAYS + tags.index(0)
 
+    def _add_moved(self, bucket: int, change: int) -> None:
+        """One id more, or less, whose first bucket this is lives in its second one."""
+        at = (self._geometry.tag_line(bucket, self._owner) + layout.MOVED_AT) >> 3
+        count = max(0, (self._shared.words[at] >> 1) + change)
+        self._shared.words[at] = (count << 1 | 1) & layout.WORD_MAX if count else 0
+
     def _tags(self, bucket: int) -> tuple[int, ...]:
-        at = self._geometry.tag(self._owner, bucket * layout.WAYS)
-        return _BUCKET.unpack_from(self._shared.mm, at)
+        return _TAGS.unpack_from(self._shared.mm, self._geometry.tag_line(bucket, self._owner))
 
     def _take_pages(self, runs: Runs) -> list[int]:
         count = -(-max(0, len(runs) - layout.INLINE_RUNS) // layout.PAGE_RUNS)
@@ -153,10 +166,11 @@ class Entries:
         self._write_pages(raw[_INLINE_BYTES:], pages)
         body = layout.BODY.pack(
             live.key.digest, live.boot_id, tokens_ready, live.tokens_total, live.first_token,
-            sum(count for _, count in runs), len(runs), pages[0] if pages else layout.NO_PAGE, 0,
+            sum(count for _, count in runs), len(runs),
         )  # fmt: skip
-        crc = record_crc(live.ticket.generation, body, raw)
-        self._write_record(live.ticket, body[:-4] + crc.to_bytes(4, "little"), raw[:_INLINE_BYTES])
+        crc = record_crc(live.ticket.generation, body + raw)
+        head = _PAGE_CRC.pack(pages[0] if pages else layout.NO_PAGE, crc)
+        self._write_record(live.ticket, head + body + raw[:_INLINE_BYTES])
         live.pages = pages
 
     def _write_pages(self, raw: bytes, pages: list[int]) -> None:
@@ -168,13 +182,12 @@ class Entries:
             at = base + page * layout.RUN_PAGE
             self._shared.mm[at : at + 8 + len(part)] = following.to_bytes(8, "little") + part
 
-    def _write_record(self, ticket: Ticket, body: bytes, inline: bytes) -> None:
+    def _write_record(self, ticket: Ticket, raw: bytes) -> None:
         words, mm, at = self._shared.words, self._shared.mm, self._at(ticket.slot_index)
         odd = words[at >> 3] | 1
         words[at >> 3] = odd
         words[(at + 8) >> 3] = ticket.generation
-        mm[at + layout.BODY_AT : at + layout.BODY_AT + len(body)] = body
-        mm[at + layout.INLINE_AT : at + layout.INLINE_AT + len(inline)] = inline
+        mm[at + layout.PAGE_AT : at + layout.PAGE_AT + len(raw)] = raw
         words[at >> 3] = (odd + 1) & layout.WORD_MAX
 
     def _owned(self, ticket: Ticket) -> _Live:
@@ -189,10 +202,10 @@ class Entries:
         return (word + 1 | 1) & layout.GENERATION_MAX
 
     def _boot_of(self, slot: int) -> int:
-        return self._shared.words[(self._at(slot) + layout.BODY_AT + 16) >> 3]
+        return self._shared.words[(self._at(slot) + layout.BOOT_AT) >> 3]
 
     def _at(self, slot: int) -> int:
-        return self._records + slot * layout.RECORD
+        return self._geometry.record(self._owner, slot)
 
     def _full(self, what: str) -> IndexFull:
         return IndexFull(what, len(self._live), self._geometry.entries)
@@ -218,22 +231,27 @@ def runs_of(block_ids: Sequence[int]) -> Runs:
     return [(first, count) for first, count in runs]
 
 
-def record_crc(generation: int, body: bytes, runs: bytes) -> int:
-    """Over everything a reader uses; `body` may carry its own crc, which is left out."""
-    seed = (generation ^ generation >> 32) & 0xFFFFFFFF
-    return zlib.crc32(runs, zlib.crc32(body[:-4], seed))
+def record_crc(generation: int, content: bytes) -> int:
+    """Over everything a reader uses: the body and all runs."""
+    return zlib.crc32(content, (generation ^ generation >> 32) & 0xFFFFFFFF)
 
 
 def unclean_slots(shared: Shared, geometry: layout.Geometry, owner: int) -> list[int]:
     """Slots with a live entry, or with one that its writer died in."""
-    at, n = geometry.records(owner), geometry.slots
-    heads = np.ndarray((n, 2), np.uint64, shared.mm, at, (layout.RECORD, 8))
-    return np.flatnonzero((heads[:, 0] | heads[:, 1]) & 1).tolist()
+    shape, strides = (geometry.buckets, layout.WAYS, 2), (geometry.bucket_bytes, layout.RECORD, 8)
+    heads = np.ndarray(shape, np.uint64, shared.mm, geometry.table(0, owner), strides)
+    return np.flatnonzero((heads[..., 0] | heads[..., 1]) & 1).tolist()
+
+
+def nobody_moved(shared: Shared, geometry: layout.Geometry, owner: int) -> None:
+    """When all entries of a table have ended."""
+    at = geometry.tag_line(0, owner) + layout.MOVED_AT
+    np.ndarray((geometry.buckets,), np.uint64, shared.mm, at, (geometry.bucket_bytes,))[:] = 0
 
 
 def end_entry(shared: Shared, geometry: layout.Geometry, owner: int, slot: int) -> None:
     """Make an entry end for every reader, at whatever instruction its last writer stopped."""
-    words, at = shared.words, geometry.records(owner) + slot * layout.RECORD
+    words, at = shared.words, geometry.record(owner, slot)
     words[geometry.tag(owner, slot) >> 3] = 0
     odd = words[at >> 3] | 1
     words[at >> 3] = odd

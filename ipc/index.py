@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ipc import layout
 from ipc.cells import Shared, read_header, write_header
 from ipc.engines import Engines
-from ipc.entries import Entries, end_entry, unclean_slots
+from ipc.entries import Entries, end_entry, nobody_moved, unclean_slots
 from ipc.errors import BootMismatch, LookupFault, NotOwner, WaitTimeout
 from ipc.layout import NODE
 from ipc.lookup import Lookup
@@ -215,6 +215,7 @@ class Index:
         slots = unclean_slots(self._shared, self.geometry, self._slot(slot))
         for index in slots:
             end_entry(self._shared, self.geometry, slot, index)
+        nobody_moved(self._shared, self.geometry, slot)
         self._lookup.clear_claims(slot)
         return len(slots)
 

@@ -9,17 +9,16 @@
       │   region cells    [8 ranks]: segment, sizes, strides, boot, fingerprint      │ that worker
       │   prefix word     boot id whose prefix table is ready, see prefix_layout.py  │ scheduler
       ├──────────────────────────────────────────────────────────────────────────────┤
-      │ tags, [bucket][owner][8]: u64, 0 = nothing here. One bucket of one owner is  │
-      │   one cache line; one bucket of all owners is read at once                   │ owner
-      ├──────────────────────────────────────────────────────────────────────────────┤
-      │ records, [owner][bucket * 8 + way], 128 bytes:                               │ owner
-      │   0 seq │ 8 generation │ 16 digest (16) │ 32 boot id │ 40 tokens ready,total │
-      │   48 first token │ 56 blocks, runs │ 64 overflow page, crc │ 72 lease ns     │
-      │   80 six runs of (first block, count)                                        │
-      ├──────────────────────────────────────────────────────────────────────────────┤
       │ run pages, [owner][page], 512 bytes: next page, then 63 runs                 │ owner
       ├──────────────────────────────────────────────────────────────────────────────┤
-      │ acknowledgements, [reader][owner][slot]: u64 = generation << 2 | state       │ reader
+      │ buckets, [bucket]: all that a look-up needs, close together                  │
+      │   tag lines, [owner]: 7 x u64, 0 = nothing here; then `moved`, u64           │ owner
+      │   tables, [owner]:                                                           │
+      │     records, [7], 128 bytes:                                                 │ owner
+      │       0 seq │ 8 generation │ 16 lease ns │ 24 overflow page, crc             │
+      │       32 digest (16) │ 48 boot id │ 56 tokens ready, total │ 64 first token  │
+      │       72 blocks, runs │ 80 six runs of (first block, count)                  │
+      │     ack lines, [reader]: 7 x u64 = generation << 2 | state                   │ reader
       └──────────────────────────────────────────────────────────────────────────────┘
 
 A cell is a version word and two sides; the writer fills the side that is not current and then moves
@@ -31,9 +30,13 @@ An entry record has a sequence word, odd while its owner writes; its generation 
 entry lives and even while the slot is free, so one store ends an entry for all readers. Counters
 wrap: a damaged word that stands at its maximum must not stop its writer.
 
-A transfer id lives in one of two buckets, both chosen by its digest, in the emptier one. Nothing
-ever moves and there are no tombstones: a look-up reads two buckets, full or empty table, and 64
-bytes each.
+A transfer id lives in the first of two buckets that its digest chooses or, when six of that one's
+seven places are taken, in the emptier of the two. `moved` of the first bucket says whether any of
+its ids live elsewhere (0: none; else their number << 1 | 1), so a look-up reads one line of tags,
+and a second one for six ids in a thousand of a full table. Nothing ever moves and there are no
+tombstones. With three places for each entry that was asked for, both buckets are practically never
+full. Tags, record and acknowledgement lie within a page or two because a look-up in a large table
+costs what its cache and TLB misses cost.
 
 What is assumed of the machine: an aligned 8-byte store or load is not torn, stores of one thread
 are seen in order, and loads happen in order (x86-64). Single words go through a memoryview of u64,
@@ -52,7 +55,9 @@ VERSION = 2
 PAGE = 4096
 LINE = 64
 RANKS = 8
-WAYS = 8  # tags of one bucket: one cache line
+WAYS = 7  # tags of one bucket; with `moved` they are one cache line
+MOVED_AT = WAYS * 8  # in a tag line
+CROWDED = 6  # tags in the first bucket from which on an id may live in its second
 WORD_MAX = (1 << 64) - 1
 GENERATION_MAX = (1 << 62) - 1  # leaves an acknowledgement word two bits for its state
 NODE = -1  # "me" of the node itself: it has no table and no acknowledgement words
@@ -75,9 +80,10 @@ PREFIX_AT = REGIONS_AT + RANKS * REGION_CELL
 ROW = PREFIX_AT + LINE
 
 RECORD = 128
-# Between generation and lease: digest, boot, ready, total, first, blocks, runs, page, crc
-BODY = struct.Struct("=16sQIIqIIII")
-BODY_AT, LEASE_AT, INLINE_AT = 16, 72, 80
+# Native, so that a word is read in one piece: seq, generation, lease, page, crc, then BODY, runs
+WHOLE_RECORD = struct.Struct("@QQQII16sQIIqII48s")
+BODY = struct.Struct("=16sQIIqII")  # digest, boot, ready, total, first, blocks, runs
+LEASE_AT, PAGE_AT, BODY_AT, BOOT_AT, INLINE_AT = 16, 24, 32, 48, 80
 INLINE_RUNS = 6
 RUN_PAGE = 512
 PAGE_RUNS = 63
@@ -102,9 +108,8 @@ class Geometry(Sizes):
 
     @classmethod
     def of(cls, engines: int, entries: int, run_pages: int | None) -> "Geometry":
-        """Twice the slots that are asked for: two buckets of 8, half full, practically never both
-        overflow, and at least 8 buckets so that tiny tables cannot."""
-        buckets = max(8, -(-2 * entries // WAYS))
+        """Three places for each entry that is asked for, and at least 8 buckets."""
+        buckets = max(8, -(-3 * entries // WAYS))
         return cls(engines, buckets, run_pages or max(256, entries // 4), entries)
 
     @cached_property
@@ -112,24 +117,31 @@ class Geometry(Sizes):
         return self.buckets * WAYS
 
     @cached_property
-    def tags_at(self) -> int:
+    def run_pages_at(self) -> int:
         return PAGE + _lines(self.engines * ROW)
 
     @cached_property
-    def records_at(self) -> int:
-        return self.tags_at + self.buckets * self.engines * LINE
+    def buckets_at(self) -> int:
+        end = self.run_pages_at + self.engines * self.run_pages * RUN_PAGE
+        return -(-end // PAGE) * PAGE
 
     @cached_property
-    def run_pages_at(self) -> int:
-        return self.records_at + self.engines * self.slots * RECORD
+    def tables_at(self) -> int:
+        """Within a bucket. Whole pairs of lines, as records are: processors fetch lines in pairs."""
+        return -(-self.engines * LINE // RECORD) * RECORD
 
     @cached_property
-    def acks_at(self) -> int:
-        return self.run_pages_at + self.engines * self.run_pages * RUN_PAGE
+    def table_bytes(self) -> int:
+        """One owner's part of a bucket: records, then as much room for acks as for tag lines."""
+        return WAYS * RECORD + self.tables_at
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        return self.tables_at + self.engines * self.table_bytes
 
     @cached_property
     def total(self) -> int:
-        return self.acks_at + self.engines * self.engines * self.slots * 8
+        return self.buckets_at + self.buckets * self.bucket_bytes
 
     def row(self, engine: int) -> int:
         return PAGE + engine * ROW
@@ -140,18 +152,27 @@ class Geometry(Sizes):
     def prefixes(self, engine: int) -> int:
         return self.row(engine) + PREFIX_AT
 
-    def records(self, owner: int) -> int:
-        return self.records_at + owner * self.slots * RECORD
-
     def pages(self, owner: int) -> int:
         return self.run_pages_at + owner * self.run_pages * RUN_PAGE
 
-    def acks(self, reader: int, owner: int) -> int:
-        return self.acks_at + (reader * self.engines + owner) * self.slots * 8
+    def tag_line(self, bucket: int, owner: int) -> int:
+        return self.buckets_at + bucket * self.bucket_bytes + owner * LINE
 
     def tag(self, owner: int, slot: int) -> int:
         bucket, way = divmod(slot, WAYS)
-        return self.tags_at + (bucket * self.engines + owner) * LINE + way * 8
+        return self.tag_line(bucket, owner) + way * 8
+
+    def record(self, owner: int, slot: int) -> int:
+        bucket, way = divmod(slot, WAYS)
+        return self.table(bucket, owner) + way * RECORD
+
+    def ack(self, reader: int, owner: int, slot: int) -> int:
+        bucket, way = divmod(slot, WAYS)
+        return self.table(bucket, owner) + WAYS * RECORD + reader * LINE + way * 8
+
+    def table(self, bucket: int, owner: int) -> int:
+        at = self.buckets_at + bucket * self.bucket_bytes
+        return at + self.tables_at + owner * self.table_bytes
 
 
 def _lines(nbytes: int) -> int:

@@ -25,6 +25,9 @@ from ipc.errors import NotOwner
 from ipc.keys import Key, key_of
 from ipc.records import Entry
 
+_RUN, _BODY_BYTES = struct.Struct("=II"), layout.INLINE_AT - layout.BODY_AT
+_BOOT, _GENERATION = Entry._fields.index("boot_id"), Entry._fields.index("generation")
+_new = tuple.__new__  # Half the time of the constructor, which only checks the number of fields.
 _RETRIES = 64  # about 50 us: longer than a writer in a hurry, shorter than a scheduler step
 
 
@@ -36,30 +39,33 @@ class Lookup:
     ):
         self._shared, self._geometry, self._me = shared, geometry, me
         self._boot_of = boot_of  # slot -> boot id in the control line
-        self._records = [geometry.records(owner) for owner in range(geometry.engines)]
-        self._tags_at, self._bucket_bytes = geometry.tags_at, geometry.engines * layout.LINE
+        self._buckets_at, self._bucket_bytes = geometry.buckets_at, geometry.bucket_bytes
+        owners = range(geometry.engines)
+        self._tables = [geometry.table(0, owner) for owner in owners]
+        self._my_acks = None if me == layout.NODE else [geometry.ack(me, o, 0) for o in owners]
+        self._nobody_moved = {1: bytes(1), geometry.engines: bytes(geometry.engines)}
         self._fence = threading.Lock()
 
     def select(self, transfer_id: str, owner: int | None) -> Entry | None:
         """The entry, or None: absent, of an earlier boot, dropped by me, or unreadable just now."""
         key = key_of(transfer_id, self._geometry.buckets)
-        first = 0 if owner is None else owner * layout.LINE
-        span = self._bucket_bytes if owner is None else layout.LINE
-        mm = self._shared.mm
+        line, count = (0, self._geometry.engines) if owner is None else (owner * layout.LINE, 1)
         for bucket in (key.first, key.second):
-            at = self._tags_at + bucket * self._bucket_bytes + first
-            tags = mm[at : at + span]
+            at = self._buckets_at + bucket * self._bucket_bytes + line
+            tags = self._shared.mm[at : at + count * layout.LINE]
             found = tags.find(key.tag)
             while found >= 0:
-                entry = self._at_tag(transfer_id, key, bucket, first + found)
+                entry = self._at_tag(transfer_id, key, bucket, line + found)
                 if entry is not None:
                     return entry
                 found = tags.find(key.tag, found + 1)
+            if tags[layout.MOVED_AT :: layout.LINE] == self._nobody_moved[count]:
+                return None
         return None
 
     def validate(self, entry: Entry) -> bool:
         """True while the entry has not ended and its owner is still the same boot. Two loads."""
-        at = self._records[entry.owner] + entry.slot_index * layout.RECORD + 8
+        at = self._geometry.record(entry.owner, entry.slot_index) + 8
         return (
             self._shared.words[at >> 3] == entry.generation
             and self._boot_of(entry.owner) == entry.boot_id
@@ -92,9 +98,7 @@ class Lookup:
 
     def clear_claims(self, reader: int) -> None:
         """The node, for a dead reader: what it wanted or claimed is free for others again."""
-        geometry = self._geometry
-        at, count = geometry.acks(reader, 0), geometry.engines * geometry.slots
-        acks = np.ndarray((count,), np.uint64, self._shared.mm, at)
+        acks = ack_words(self._shared, self._geometry, reader)
         state = acks & 3
         acks[(state == layout.WANT) | (state == layout.CLAIMED)] = 0
 
@@ -112,65 +116,72 @@ class Lookup:
 
     def _at_tag(self, transfer_id: str, key: Key, bucket: int, found: int) -> Entry | None:
         owner, offset = divmod(found, layout.LINE)
-        if offset & 7:  # Eight bytes across two tags that happen to look like ours.
+        if offset & 7 or offset == layout.MOVED_AT:  # Other bytes that happen to look like ours.
             return None
-        slot = bucket * layout.WAYS + (offset >> 3)
-        entry = self._read(transfer_id, key, owner, slot)
-        if entry is None or entry.boot_id != self._boot_of(owner) or self._dropped(entry):
+        way, base = offset >> 3, bucket * self._bucket_bytes
+        at = self._tables[owner] + base + way * layout.RECORD
+        entry = self._read(transfer_id, key.digest, owner, bucket * layout.WAYS + way, at)
+        if entry is None or entry[_BOOT] != self._boot_of(owner):
             return None
+        if self._my_acks is not None:
+            ack = self._shared.words[(self._my_acks[owner] + base + way * 8) >> 3]
+            if ack == entry[_GENERATION] << 2 | layout.DROPPED:
+                return None
         return entry
 
-    def _read(self, transfer_id: str, key: Key, owner: int, slot: int) -> Entry | None:
+    def _read(
+        self, transfer_id: str, wanted: bytes, owner: int, slot: int, at: int
+    ) -> Entry | None:
         """One consistent copy of a record, or None after a bounded number of tries."""
         words, mm = self._shared.words, self._shared.mm
-        at = self._records[owner] + slot * layout.RECORD
         for _ in range(_RETRIES):
             seq = words[at >> 3]
             if seq & 1:
                 continue
-            raw = mm[at + 8 : at + layout.RECORD]
-            generation = int.from_bytes(raw[:8], "little")
-            body = raw[8:64]
-            digest, boot, ready, total, token, _, count, page, crc = layout.BODY.unpack(body)
-            if not generation & 1 or digest != key.digest:
+            raw = mm[at : at + layout.RECORD]
+            fields = layout.WHOLE_RECORD.unpack(raw)
+            _, generation, _, page, crc, digest, boot, ready, total, token, _, count, _ = fields
+            if not generation & 1 or digest != wanted:
                 if words[at >> 3] == seq:
                     return None
                 continue
-            runs = self._runs(owner, raw[72:], count, page)
+            content = self._content(owner, raw, count, page)
             if words[at >> 3] != seq:
                 continue
-            damaged = runs is None or generation > layout.GENERATION_MAX
-            if damaged or crc != record_crc(generation, body, runs):
+            damaged = content is None or generation > layout.GENERATION_MAX
+            if damaged or crc != record_crc(generation, content):
                 return None
-            pairs = tuple(struct.iter_unpack("=II", runs))
-            return Entry(owner, slot, generation, boot, transfer_id, pairs, ready, total, token)
+            runs = tuple(_RUN.iter_unpack(content[_BODY_BYTES:]))
+            return _new(
+                Entry, (owner, slot, generation, boot, transfer_id, runs, ready, total, token)
+            )
         return None
 
-    def _runs(self, owner: int, inline: bytes, count: int, page: int) -> bytes | None:
-        """`count` runs of 8 bytes: those in the record, then those in the chain of run pages."""
+    def _content(self, owner: int, raw: bytes, count: int, page: int) -> bytes | None:
+        """Body and `count` runs of 8 bytes: those in the record, then those in its run pages."""
         if count <= layout.INLINE_RUNS:
-            return inline[: count * 8]
+            return raw[layout.BODY_AT : layout.INLINE_AT + count * 8]
         base, pages = self._geometry.pages(owner), self._geometry.run_pages
-        left, parts = count - layout.INLINE_RUNS, [inline]
+        left, parts = count - layout.INLINE_RUNS, [raw[layout.BODY_AT :]]
         if left > pages * layout.PAGE_RUNS:
             return None
         while left > 0:
             if page >= pages:
                 return None
             at, here = base + page * layout.RUN_PAGE, min(left, layout.PAGE_RUNS)
-            raw = self._shared.mm[at : at + 8 + here * 8]
-            page, left = int.from_bytes(raw[:4], "little"), left - here
-            parts.append(raw[8:])
+            part = self._shared.mm[at : at + 8 + here * 8]
+            page, left = int.from_bytes(part[:4], "little"), left - here
+            parts.append(part[8:])
         return b"".join(parts)
-
-    def _dropped(self, entry: Entry) -> bool:
-        if self._me == layout.NODE:
-            return False
-        return (
-            self._shared.words[self._ack(self._me, entry)] == entry.generation << 2 | layout.DROPPED
-        )
 
     def _ack(self, reader: int, entry: Entry) -> int:
         if reader == layout.NODE:
             raise NotOwner("the node has no acknowledgement words: attach with me=<engine slot>")
-        return (self._geometry.acks(reader, entry.owner) >> 3) + entry.slot_index
+        return self._geometry.ack(reader, entry.owner, entry.slot_index) >> 3
+
+
+def ack_words(shared: Shared, geometry: layout.Geometry, reader: int) -> np.ndarray:
+    """A reader's words in every bucket of every owner: u64 [owner, bucket, way], not a copy."""
+    shape = (geometry.engines, geometry.buckets, layout.WAYS)
+    strides = (geometry.table_bytes, geometry.bucket_bytes, 8)
+    return np.ndarray(shape, np.uint64, shared.mm, geometry.ack(reader, 0, 0), strides)

@@ -25,7 +25,7 @@ import struct
 from functools import cached_property
 from typing import NamedTuple
 
-from ipc.layout import CELL_CRC_BYTES, LINE, PAGE, WAYS
+from ipc.layout import CELL_CRC_BYTES, LINE, PAGE
 
 MAGIC = int.from_bytes(b"pdnodepl", "little")
 VERSION = 1
@@ -43,6 +43,7 @@ MARK = 16
 DROPPED_AT = 8  # in a mark, behind the time of last use
 DROP_RING = 7
 WORD_MAX = (1 << 64) - 1
+WAYS = 8  # tags of one bucket: one cache line
 
 
 class ShareSizes(NamedTuple):

@@ -248,4 +248,4 @@ class Share:
 
     def _tags(self, bucket: int) -> list[int]:
         at = self.geometry.bucket(bucket) >> 3
-        return self._shared.words[at : at + layout.WAYS].tolist()
+        return self._shared.words[at : at + pool_layout.WAYS].tolist()

@@ -27,6 +27,7 @@ from ipc.copy import HostCopier, plan
 from ipc.entries import unclean_slots
 from ipc.errors import IndexFull, PeerGone, WaitTimeout
 from ipc.index import Index
+from ipc.lookup import ack_words
 from ipc.records import KVLayout, Role, State
 from ipc.segment import Segment
 
@@ -228,13 +229,16 @@ class Node:
 
     def leaked_entries(self) -> int:
         shared, geometry = self.index._shared, self.index.geometry
-        tags = shared.mm[geometry.tags_at : geometry.records_at]
+        lines = [
+            shared.mm[at : at + layout.LINE]
+            for at in (geometry.tag_line(b, o) for b in range(geometry.buckets) for o in range(6))
+        ]
         unclean = sum(len(unclean_slots(shared, geometry, slot)) for slot in range(6))
-        return unclean + sum(map(bool, tags))
+        return unclean + sum(map(any, lines))
 
     def claims_left(self) -> int:
-        geometry = self.index.geometry
-        acks = np.frombuffer(self.index._shared.mm, np.uint64, offset=geometry.acks_at)
+        geometry, shared = self.index.geometry, self.index._shared
+        acks = np.stack([ack_words(shared, geometry, r) for r in range(geometry.engines)])
         return int(np.isin(acks & 3, (layout.WANT, layout.CLAIMED)).sum())
 
     def taken_twice(self) -> int:

@@ -257,7 +257,7 @@ class _DyingWords:
 
 def test_entry_with_an_odd_sequence_is_absent_not_a_hang(p, d):
     ticket = put(p)
-    at = p.geometry.records(0) + ticket.slot_index * layout.RECORD
+    at = p.geometry.record(0, ticket.slot_index)
     p._shared.words[at >> 3] |= 1
     assert d.select("a") is None
     with pytest.raises(WaitTimeout):
@@ -266,7 +266,7 @@ def test_entry_with_an_odd_sequence_is_absent_not_a_hang(p, d):
 
 def test_record_whose_bytes_changed_is_absent(p, d):
     ticket = put(p)
-    at = p.geometry.records(0) + ticket.slot_index * layout.RECORD
+    at = p.geometry.record(0, ticket.slot_index)
     p._shared.mm[at + layout.INLINE_AT] ^= 1
     assert d.select("a") is None
 

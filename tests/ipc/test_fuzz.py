@@ -115,7 +115,7 @@ def test_random_bytes_are_refused_by_every_attach(prefix, seed, pages, cut):
 @fuzz
 @given(
     seed=st.integers(0, 2**32), spots=st.integers(1, 400),
-    region=st.sampled_from(["all", "rows", "tags", "records", "pages"]),
+    region=st.sampled_from(["all", "rows", "pages", "bucket"]),
 )  # fmt: skip
 def test_damaged_index_gives_typed_errors_or_true_data(node, engines, seed, spots, region):
     noise, geometry = random.Random(seed), node.geometry
@@ -126,12 +126,12 @@ def test_damaged_index_gives_typed_errors_or_true_data(node, engines, seed, spot
         )
         for id_, blocks in wanted.items()
     ]
+    bucket = tickets[seed % len(tickets)].slot_index // layout.WAYS
     first, last = {
         "all": (0, geometry.total),
-        "rows": (layout.PAGE, geometry.tags_at),
-        "tags": (geometry.tags_at, geometry.records_at),
-        "records": (geometry.records(0), geometry.records(1)),
+        "rows": (layout.PAGE, geometry.run_pages_at),
         "pages": (geometry.pages(0), geometry.pages(1)),
+        "bucket": (geometry.tag_line(bucket, 0), geometry.tag_line(bucket + 1, 0)),
     }[region]
     name = node.name + "-copy"
     with open(f"{SHM_DIR}/{node.name}", "rb") as file:
@@ -207,7 +207,7 @@ def test_words_at_their_maximum_stop_nobody(node, engines):
     made = engines[0].insert(
         "worn", boot_id=BOOTS[0], block_ids=[1], tokens_ready=1, tokens_total=1, lease_s=10
     )
-    words, at = engines[0]._shared.words, node.geometry.records(0) + made.slot_index * layout.RECORD
+    words, at = engines[0]._shared.words, node.geometry.record(0, made.slot_index)
     words[at >> 3] = layout.WORD_MAX - 1
     words[at + 8 >> 3] = layout.WORD_MAX
     assert engines[1].select("worn") is None
