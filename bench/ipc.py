@@ -5,22 +5,18 @@
     copy     block runs between two segments, against one memmove of as many bytes
     pipe     tensors from one process to another, against two queues, and memmove
 
-Peers take turns within a round; what is printed is the median over rounds and their spread. The
-exit code is 0 whether a bar is met or not: it says so in its line.
+Peers take turns within a round; what is printed is the median over rounds and their spread. A peer
+that is not installed is left out with a sentence. The exit code is 0 whether a bar is met or not: it
+says so in its line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
-from pathlib import Path
 
 from bench import ipc_bytes, ipc_lookup
-
-PARTS = ("lookup", "copy", "pipe")
+from bench.report import Report, add_output_flags, machine
 
 
 def main(argv: list[str]) -> int:
@@ -29,40 +25,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=1000, help="of each kind in a round")
     parser.add_argument("--only", choices=PARTS, action="append", help="may be repeated")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to FILE")
+    add_output_flags(parser)
     args = parser.parse_args(argv)
-    found = {"machine": machine(), "rounds": args.rounds}
-    print(found["machine"])
-    for part in args.only or PARTS:
-        found[part] = PART[part](args)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-def machine() -> str:
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} before the start"
+    report = Report("ipc", "shared memory beside what one would use otherwise", machine())
+    report.facts["rounds"] = (
+        f"{args.rounds}; {args.calls} calls of each kind in a round, one by one"
     )
+    for part in args.only or PARTS:
+        PARTS[part](args, report)
+    return report.finish(args)
 
 
-def lookup(args: argparse.Namespace) -> dict:
-    results = ipc_lookup.run(args.rounds, args.calls, lambda text: print(text, file=sys.stderr))
-    print("\n" + ipc_lookup.report(results), flush=True)
-    return ipc_lookup.to_json(results)
+def lookup(args: argparse.Namespace, report: Report) -> None:
+    results, report.facts["peers"] = ipc_lookup.run(
+        args.rounds, args.calls, lambda text: print(text, file=sys.stderr)
+    )
+    ipc_lookup.tabulate(results, report)
 
 
-def copy(args: argparse.Namespace) -> dict:
-    results = ipc_bytes.copies(args.rounds)
-    print("\n" + ipc_bytes.report_copies(results), flush=True)
-    return {str(k): {n: s.to_json() for n, s in cell.items()} for k, cell in results.items()}
+def copy(args: argparse.Namespace, report: Report) -> None:
+    ipc_bytes.tabulate_copies(ipc_bytes.copies(args.rounds), report)
 
 
-def pipe(args: argparse.Namespace) -> dict:
-    results = ipc_bytes.streams(args.rounds)
-    print("\n" + ipc_bytes.report_streams(results), flush=True)
-    return {name: {str(k): s.to_json() for k, s in cell.items()} for name, cell in results.items()}
+def pipe(args: argparse.Namespace, report: Report) -> None:
+    ipc_bytes.tabulate_streams(ipc_bytes.streams(args.rounds), report)
 
 
-PART = {"lookup": lookup, "copy": copy, "pipe": pipe}
+PARTS = {"lookup": lookup, "copy": copy, "pipe": pipe}

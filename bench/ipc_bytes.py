@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from bench.measure import Series, median_ratio, no_gc, seconds_in_turn, table, verdict
+from bench.measure import Series, median_ratio, no_gc, seconds_in_turn
+from bench.report import Report
 from ipc.copy import HostCopier, plan
 from ipc.pipe import RECEIVE, SEND, KVPipe
 from ipc.records import KVLayout
@@ -82,18 +83,16 @@ def _copy_round(source: Segment, target: Segment, piece: int, cell: dict[str, Se
     cell["ratio"].rounds.append(median_ratio(times[1], times[0]))
 
 
-def report_copies(results: dict[int, dict[str, Series]]) -> str:
-    rows = [
-        (size_text(piece), *(cell[name] for name in ("copy", "memmove", "ratio")))
-        for piece, cell in results.items()
-    ]
-    text = table(
-        (f"copies of {TOTAL // MIB} MiB, GB/s", "plan and copy", "memmove, one piece", "ratio"),
-        rows,
+def tabulate_copies(results: dict[int, dict[str, Series]], report: Report) -> None:
+    found = report.table(
+        f"copies of {TOTAL // MIB} MiB in pieces of", list(map(size_text, results)), unit="GB/s"
     )
+    found.row("plan and copy", [cell["copy"] for cell in results.values()])
+    found.row("memmove, one piece", [cell["memmove"] for cell in results.values()])
+    ratios = report.table("copy / memmove", list(map(size_text, results)), plotted=False)
+    ratios.row("ratio", [cell["ratio"] for cell in results.values()])
     worst = min(cell["ratio"].median for cell in results.values())
-    bar = verdict("copy / memmove, worst size", worst, 0.9, at_most=False)
-    return f"{text}\n{bar}"
+    report.bar("copy / memmove, worst size", worst, 0.9, at_most=False)
 
 
 # --- streams of tensors -----------------------------------------------------------------------
@@ -272,18 +271,19 @@ class Memmove:
         """Nothing was opened."""
 
 
-def report_streams(results: dict[str, dict[int, Series]]) -> str:
-    head = ("streams of tensors, GB/s", *(size_text(nbytes) for nbytes in TENSORS))
-    rows = [(name, *(sizes[nbytes] for nbytes in TENSORS)) for name, sizes in results.items()]
-    ours, lines = results[PipeStream.name], [table(head, rows)]
+def tabulate_streams(results: dict[str, dict[int, Series]], report: Report) -> None:
+    columns = list(map(size_text, TENSORS))
+    found = report.table("streams of tensors of", columns, unit="GB/s")
+    for name, sizes in results.items():
+        found.row(name, [sizes[nbytes] for nbytes in TENSORS])
+    ours = results[PipeStream.name]
     for kind in ("", PER_CPU):
         pair = results[PipeStream.name + kind], results[Memmove.name + kind]
         worst = min(_ratio(pair[0][nbytes], pair[1][nbytes]) for nbytes in TENSORS)
-        lines.append(verdict(f"pipe / memmove{kind}, worst size", worst, 0.8, at_most=False))
+        report.bar(f"pipe / memmove{kind}, worst size", worst, 0.8, at_most=False)
     for peer in (QueueStream.name, TorchStream.name):
         ratio = min(_ratio(ours[nbytes], results[peer][nbytes]) for nbytes in TENSORS)
-        lines.append(verdict(f"pipe / {peer}, worst size", ratio, 1, at_most=False))
-    return "\n".join(lines)
+        report.bar(f"pipe / {peer}, worst size", ratio, 1, at_most=False)
 
 
 def _ratio(ours: Series, theirs: Series) -> float:

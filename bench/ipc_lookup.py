@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.ipc_peers import Missing, RedisPeer, ZmqPeer
-from bench.measure import Series, each_us, no_gc, quantile, table, verdict
+from bench.measure import Series, each_us, no_gc, quantile
+from bench.report import Report
 from ipc import keys, pool_keys
 from ipc.index import Index
 from ipc.pool import Pool
@@ -17,6 +18,7 @@ from ipc.records import Role, State
 
 SIZES = (10, 10_000, 1_000_000)
 OPERATIONS = ("select hit", "select miss", "insert")
+QUANTILES = {"p50": 0.50, "p99": 0.99}
 BATCH = 10
 """Calls between two emptyings of the process's cache of hashed ids: a reader sees an id once."""
 BLOCK_IDS = list(range(64, 80))
@@ -27,7 +29,7 @@ class IndexTable:
     """Engine 0 offers, engine 1 looks."""
 
     name = "ipc index"
-    version = "this tree"
+    version = ""  # this tree
 
     def __init__(self, folder: Path) -> None:
         self._name = f"pdbench-{secrets.token_hex(4)}"
@@ -75,7 +77,7 @@ class PoolTable:
     """Engine 0 fills its share with blocks of 256 bytes, engine 1 looks."""
 
     name = "ipc pool"
-    version = "this tree"
+    version = ""  # this tree
 
     def __init__(self, folder: Path) -> None:
         self._name = f"pdbench-{secrets.token_hex(4)}"
@@ -116,8 +118,11 @@ class PoolTable:
 PEERS = (IndexTable, PoolTable, RedisPeer, ZmqPeer)
 
 
-def run(rounds: int, calls: int, say: Callable[[str], None]) -> dict:
-    """{peer: {size: {operation: {p50, p99: Series}}}}; a peer that is missing has its reason."""
+def run(rounds: int, calls: int, say: Callable[[str], None]) -> tuple[dict, str]:
+    """{peer: {size: {operation: {p50, p99: Series}}}}, and the peers' versions.
+
+    A peer that is missing has its reason instead.
+    """
     with tempfile.TemporaryDirectory() as folder:
         peers, results = {}, {}
         try:
@@ -134,11 +139,12 @@ def run(rounds: int, calls: int, say: Callable[[str], None]) -> dict:
         finally:
             for peer in peers.values():
                 peer.close()
-    return results
+    versions = (f"{name} {peer.version}" for name, peer in peers.items() if peer.version)
+    return results, ", ".join(versions)
 
 
 def _empty() -> dict:
-    return {size: {op: {"p50": Series(), "p99": Series()} for op in OPERATIONS} for size in SIZES}
+    return {size: {op: {q: Series() for q in QUANTILES} for op in OPERATIONS} for size in SIZES}
 
 
 def _fill(peers: dict, say: Callable[[str], None]) -> None:
@@ -159,8 +165,8 @@ def _round(peers: dict, results: dict, calls: int, rng: random.Random) -> None:
                 peer.use(database)
                 times = _times(peer, operation, ids)
                 cell = results[name][size][operation]
-                cell["p50"].rounds.append(quantile(times, 0.50))
-                cell["p99"].rounds.append(quantile(times, 0.99))
+                for q, share in QUANTILES.items():
+                    cell[q].rounds.append(quantile(times, share))
 
 
 def _times(peer: object, operation: str, ids: list[str]) -> list[float]:
@@ -184,50 +190,40 @@ def _forget_hashes() -> None:
     pool_keys.key_of.cache_clear()
 
 
-def report(results: dict) -> str:
-    rows = []
+def tabulate(results: dict, report: Report) -> None:
+    """A table of times and one of ratios per operation, the bars, and why a peer is missing."""
+    columns = [f"{q} at {size:,}" for size in SIZES for q in QUANTILES]
+    measured = {name: sizes for name, sizes in results.items() if not isinstance(sizes, str)}
+    for name in results.keys() - measured.keys():
+        report.note(f"{name} is not measured: {results[name]}")
+    ours = measured[IndexTable.name]
     for operation in OPERATIONS:
-        for name, sizes in results.items():
-            if isinstance(sizes, str):
-                rows.append((f"{operation:<12} {name}", *["-"] * 2 * len(SIZES)))
-                continue
-            cells = [sizes[size][operation][q] for size in SIZES for q in ("p50", "p99")]
-            rows.append((f"{operation:<12} {name}", *cells))
-    head = [f"{q} at {size:,}" for size in SIZES for q in ("p50", "p99")]
-    text = table(("look-ups, us: median (rounds)", *head), rows)
-    missing = [f"  {name}: {why}" for name, why in results.items() if isinstance(why, str)]
-    return "\n".join([text, *missing, *bars(results)])
+        times = report.table(operation, columns, unit="us", log=True)
+        ratios = report.table(f"{operation}, peer / ipc index", columns, plotted=False)
+        for name, sizes in measured.items():
+            times.row(name, [sizes[n][operation][q] for n in SIZES for q in QUANTILES])
+            if sizes is not ours:
+                ratios.row(
+                    name, [_ratio(sizes, ours, n, operation, q) for n in SIZES for q in QUANTILES]
+                )
+    _bars(measured, report)
 
 
-def bars(results: dict) -> list[str]:
-    ours = results[IndexTable.name]
+def _ratio(theirs: dict, ours: dict, size: int, operation: str, q: str) -> Series:
+    """Of each round: both were measured within the same second of it."""
+    pair = (sizes[size][operation][q].rounds for sizes in (theirs, ours))
+    return Series([a / b for a, b in zip(*pair, strict=True)])
+
+
+def _bars(measured: dict, report: Report) -> None:
+    ours, redis = measured[IndexTable.name], measured.get(RedisPeer.name)
     p50 = max(ours[size]["select hit"]["p50"].median for size in SIZES)
-    lines = [verdict("index select hit p50, us, largest table", p50, 10, at_most=True)]
+    report.bar("index, select hit, p50 in us at the worst size", p50, 10, at_most=True)
     for operation in OPERATIONS[:2]:
         p99 = [ours[size][operation]["p99"].median for size in SIZES]
         flat = max(p99) / min(p99)
-        lines.append(verdict(f"index {operation} p99, largest / smallest", flat, 1.5, at_most=True))
-    redis = results[RedisPeer.name]
-    if not isinstance(redis, str):
-        for operation in OPERATIONS:
-            ratios = [
-                redis[size][operation]["p50"].median / ours[size][operation]["p50"].median
-                for size in SIZES
-            ]
-            limit = 20 if operation != "insert" else 1
-            lines.append(
-                verdict(f"Redis p50 / index p50, {operation}", min(ratios), limit, at_most=False)
-            )
-    return lines
-
-
-def to_json(results: dict) -> dict:
-    return {
-        name: sizes
-        if isinstance(sizes, str)
-        else {
-            str(size): {op: {q: s.to_json() for q, s in cell.items()} for op, cell in ops.items()}
-            for size, ops in sizes.items()
-        }
-        for name, sizes in results.items()
-    }
+        report.bar(f"index, {operation}, p99: largest / smallest size", flat, 1.5, at_most=True)
+    for operation in OPERATIONS[:2] if redis else ():
+        ratio = min(_ratio(redis, ours, size, operation, "p50").median for size in SIZES)
+        what = f"Redis / index, {operation}, p50 at the worst size"
+        report.bar(what, ratio, 20, at_most=False)
