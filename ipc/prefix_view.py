@@ -21,6 +21,7 @@ _FIRST_LOOK, _GROWTH = 32, 32  # hashes looked up at once; then that many times 
 _MIXED, _HASH = prefix_layout.MIXED_AT // 8, prefix_layout.HASH_AT // 8
 _AFTER = np.arange(1, WINDOW, dtype=np.intp)
 _NEAR = _AFTER[:7]
+_FEW = 8  # hashes: one by one is quicker than an array
 _NONE = np.zeros(0, np.uint64)
 
 
@@ -78,7 +79,13 @@ class PrefixView:
 
         By 64 bits of each: position and tag. `read` compares whole hashes.
         """
-        return len(self._leading_words(keys))
+        if len(keys.mixed) > _FEW:
+            return len(self._leading_words(keys))
+        here = (self._find(mixed, 0) for mixed in keys.mixed.tolist())
+        return next((n for n, word in enumerate(here) if not word), len(keys.mixed))
+
+    def has(self, mixed: int) -> bool:
+        return self._find(mixed, 0) != 0
 
     def read(self, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
         """(blocks, generations) of the leading hashes, u64 each; every byte of them compared."""

@@ -110,9 +110,17 @@ class Prefixes:
         Without a gap: an engine that lacks the first counts 0. Compared by 64 bits of each hash, as
         it is for choosing; `take` compares all. Raises SegmentForeign, LookupFault.
         """
-        keys = Keys.of(hashes, self._salt)
         asked = range(self._geometry.engines) if engines is None else engines
-        return {engine: self._leading(engine, keys) for engine in asked}
+        views = {engine: self._view(engine) for engine in asked}
+        lengths = dict.fromkeys(views, 0)
+        if hashes:
+            # Most engines lack the first one; often all do, and then that is all there is to ask.
+            first = prefix_layout.mix(hashes[0], self._salt)
+            views = {engine: view for engine, view in views.items() if view and view.has(first)}
+        if hashes and views:
+            keys = Keys.of(hashes, self._salt)
+            lengths |= {engine: view.leading(keys) for engine, view in views.items()}
+        return lengths
 
     def take(self, hashes: Sequence[bytes], engine: int) -> Held:
         """The blocks of `engine` that hold the first hashes, up to the first that it lacks."""
@@ -164,10 +172,6 @@ class Prefixes:
         if self._own is None:
             raise NotOwner(f"slot {self._me} has no prefix table: call own() first")
         return self._own
-
-    def _leading(self, engine: int, keys: Keys) -> int:
-        view = self._view(engine)
-        return 0 if view is None else view.leading(keys)
 
     def _read(self, engine: int, keys: Keys) -> Held:
         view = self._view(engine)

@@ -111,7 +111,7 @@ def test_who_may_not_write_is_told(node, engines):
         with pytest.raises(LookupFault):
             engines[0].prefixes.publish(one, block)
     with pytest.raises(LookupFault):
-        engines[0].prefixes.lengths([b"", b"x"])
+        own(engines[1]).prefixes.take([b"", b"x"], 1)
     with pytest.raises(LookupFault):
         engines[0].prefixes.lengths([b"x"], [4])
 
