@@ -12,6 +12,7 @@ from ipc.errors import (
     WaitTimeout,
 )
 from ipc.index import Index
+from ipc.keys import key_of
 from ipc.records import State
 from tests.ipc.conftest import BOOTS, start_engine
 
@@ -120,6 +121,27 @@ def test_full_table_says_how_full_and_which_flag_and_recovers(p):
     assert "--index-entries" in str(caught.value)
     p.remove(tickets[10])
     put(p, "one more")
+
+
+def test_ids_that_crowd_one_bucket_are_all_found_and_leave_no_trace(node, p, d):
+    """Most live in their second bucket then, and a word at the first one says so."""
+    geometry = node.geometry
+    crowd = (f"x-{n}" for n in range(10_000))
+    ids = [id_ for id_ in crowd if key_of(id_, geometry.buckets).first == 3][:40]
+    words, moved = p._shared.words, (geometry.tag_line(3, 0) + layout.MOVED_AT) >> 3
+    tickets = [put(p, id_) for id_ in ids]
+    elsewhere = sum(ticket.slot_index // layout.WAYS != 3 for ticket in tickets)
+    assert words[moved] == elsewhere << 1 | 1
+    assert elsewhere >= 33
+    for id_, ticket in zip(ids, tickets, strict=True):
+        for owner in (0, None):
+            assert d.select(id_, owner).slot_index == ticket.slot_index
+    for ticket in tickets[:20]:
+        p.remove(ticket)
+    assert [d.select(id_) is None for id_ in ids] == [True] * 20 + [False] * 20
+    node.sweep(0)
+    assert words[moved] == 0
+    assert not any(map(d.select, ids))
 
 
 def test_too_many_runs_leave_table_and_old_entry_as_they_were(p, d):

@@ -11,11 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ipc import entries as owner_half
 from ipc.errors import EntryExists, IndexFull, StaleRead, WaitTimeout
 from ipc.index import Index
+from ipc.keys import key_of
+from ipc.layout import Geometry
 from ipc.records import Role, State
 from ipc.segment import names
 
-SLOTS, ENTRIES, RUN_PAGES = 3, 6, 3
-IDS = [f"transfer-{n}" for n in range(9)]
+SLOTS, ENTRIES, RUN_PAGES = 3, 9, 3
+# All with one first bucket, so that some must live in their second.
+BUCKETS = Geometry.of(SLOTS, ENTRIES, RUN_PAGES).buckets
+CROWD = (id_ for n in itertools.count() if key_of(id_ := f"transfer-{n}", BUCKETS).first == 0)
+IDS = list(itertools.islice(CROWD, 11))
 slots = st.integers(0, SLOTS - 1)
 ids = st.sampled_from(IDS)
 block_lists = st.one_of(
