@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 
-from pdnode import config, plan_text
+from pdnode import config, plan_text, reaper
 from pdnode.errors import ConfigError
+from pdnode.nursery import Nursery
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,10 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if node_config.dry_run:
         print(plan_text.render(node_config))
         return 0
+    boot_id = secrets.token_hex(4)
+    os.environ[reaper.MARK] = boot_id
+    # vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no
+    # engine would find what another one has. Before the first process of the node.
+    os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
+    forked = all(engine.device.forked for engine in node_config.engines)
+    nursery = Nursery() if forked else None
     # Only now: the node pulls in the whole of vLLM, which a plan or a refusal does not need.
     from pdnode.node import run
 
-    run(node_config)
+    run(node_config, boot_id, nursery)
 
 
 def _quiet_terminal() -> None:

@@ -23,6 +23,12 @@ class CpuDevice:
     kind: ClassVar[str] = "cpu"
     checked: ClassVar[bool] = True
 
+    @property
+    def forked(self) -> bool:
+        """May its processes be forked from one that runs? Where to look for libraries is read when a
+        program starts."""
+        return not self.driver_folder
+
     def env(self) -> dict[str, str]:
         # "auto" would give every engine all cores: it does not know of the other engines.
         env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(format_ids, self.rank_cores))}
@@ -59,6 +65,11 @@ class GpuDevice:
     @property
     def checked(self) -> bool:
         return self.box is not None
+
+    @property
+    def forked(self) -> bool:
+        """No: a CUDA context does not survive a fork, and who may have made one is not ours to know."""
+        return False
 
     def env(self) -> dict[str, str]:
         """vLLM uses the first GPUs it sees; the peers behind them stay askable for peer access."""

@@ -37,6 +37,7 @@ from pdnode.vllm_compat import (
 
 if TYPE_CHECKING:
     from pdnode.config import EngineSpec
+    from pdnode.nursery import Nursery
     from pdnode.vllm_compat import AsyncMPClient
 
 LOG_TAIL_LINES = 20
@@ -105,6 +106,7 @@ class Engine:
         *,
         strict: bool,
         log_stats: bool,
+        nursery: Nursery | None = None,
     ) -> None:
         self.spec = spec
         self.role = spec.role
@@ -122,6 +124,7 @@ class Engine:
         self._run_dir = run_dir
         self._strict = strict
         self._log_stats = log_stats
+        self._nursery = nursery
         self._manager = None
         self._private_segments: set[Path] = set()
         self.worker_pids: list[int] = []
@@ -134,6 +137,7 @@ class Engine:
         """A new life, before any process of it exists: announce ``boot_id``, then ``start``."""
         self.boot_id = secrets.randbits(63) | 1
         self.state = EngineState.STARTING
+        self._manager = None
         self.requests = self.queued_tokens = 0
 
     def start(self) -> None:
@@ -168,6 +172,12 @@ class Engine:
 
     def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
         """The process exists when this returns; leaving ``stack`` waits until it has started."""
+        if self._nursery is not None:
+            environ = {**os.environ, **self.spec.device.env()}
+            birth = self._nursery.launch(
+                self.vllm_config, environ, self.log_path, **addresses, log_stats=self._log_stats
+            )
+            return stack.enter_context(birth)
         with child_surroundings(self.spec.device.env(), self.log_path):
             core = spawn_engine_core(self.vllm_config, **addresses, log_stats=self._log_stats)
             return stack.enter_context(core)
@@ -230,10 +240,13 @@ class Engine:
 
     def processes(self) -> list[psutil.Process]:
         """The engine core first, then its descendants that still live."""
+        pid = self.pid
+        if pid is None:  # and psutil's Process(None) would be this very process
+            return []
         try:
-            core = psutil.Process(self.pid)
+            core = psutil.Process(pid)
             return [core, *core.children(recursive=True)]
-        except (psutil.NoSuchProcess, TypeError):
+        except psutil.NoSuchProcess:
             return [psutil.Process(pid) for pid in self.worker_pids if psutil.pid_exists(pid)]
 
     def worker_processes(self) -> list[psutil.Process]:
@@ -241,8 +254,7 @@ class Engine:
         workers = []
         for process in self.processes()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                command = process.cmdline()
-                if any("spawn_main" in part or "Worker" in part for part in command):
+                if not any("resource_tracker" in part for part in process.cmdline()):
                     workers.append(process)
         return workers
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import sys
 import time
@@ -33,15 +32,17 @@ if TYPE_CHECKING:
     import socket
 
     from ipc.segment import Segment
+    from pdnode.nursery import Nursery
 
 STOP_ENGINE_S = 2.0
 """From TERM to KILL for an engine that has nothing left to finish."""
 
 
 class Node:
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, boot_id: str, nursery: Nursery | None) -> None:
         self.config = config
-        self.boot_id = secrets.token_hex(4)
+        self.boot_id = boot_id
+        self._nursery = nursery
         self.started_s = time.monotonic()
         self.address = ""
         self.ready = False
@@ -198,6 +199,7 @@ class Node:
                     self._run_dir.log_dir,
                     strict=self.config.strict,
                     log_stats=not self.config.frontend_args.disable_log_stats,
+                    nursery=self._nursery,
                 )
             )
         return engines
@@ -296,6 +298,8 @@ class Node:
 
     async def _abandon(self, starting: asyncio.Future) -> None:
         self.progress.line("stopping before the node was ready")
+        if self._nursery is not None:
+            await asyncio.to_thread(self._nursery.close)
         await asyncio.gather(*(asyncio.to_thread(engine.kill) for engine in self.engines))
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, PdNodeError):
@@ -309,26 +313,25 @@ class Node:
         await asyncio.gather(
             *(asyncio.to_thread(engine.stop, STOP_ENGINE_S) for engine in self.engines)
         )
+        if self._nursery is not None:
+            await asyncio.to_thread(self._nursery.close)
         for shared in (self.acks, self.index, *self.pools):
             if shared is not None:
                 shared.close()
         self._run_dir.close()
 
 
-def run(config: NodeConfig) -> NoReturn:
+def run(config: NodeConfig, boot_id: str, nursery: Nursery | None) -> NoReturn:
     """The launcher's main: serve until told to stop, then end the process with its exit code."""
     import uvloop
 
     # Engines are started from threads of a process that has a loop and sockets: forking it is unsafe.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if config.kv_pool_bytes:
-        # vLLM's block hashes start from this. Left out, some algorithms draw a seed per process.
-        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
     for name in rundir.sweep_dead():
         print(f"pdnode: removed what the dead node {name} left behind", file=sys.stderr)
 
     async def main() -> int:
-        return await Node(config).run()
+        return await Node(config, boot_id, nursery).run()
 
     try:
         code = uvloop.run(main())

@@ -264,6 +264,18 @@ def engine_config(
     return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 
+def import_engine() -> None:
+    """Import what a CPU engine's processes will import, so that their forks need not."""
+    import transformers
+    import vllm.model_executor.models.registry
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.structured_output
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    assert transformers.__version__
+
+
 @contextmanager
 def spawn_engine_core(
     vllm_config: VllmConfig, *, input_address: str, output_address: str, log_stats: bool
