@@ -29,7 +29,7 @@ class State(enum.IntEnum):
 # Gauges and counters of the load line, in the order of memory; all unsigned 64-bit.
 GAUGES = (
     "scheduler_pid", "heartbeat_ns", "steps", "running", "waiting", "blocks_free", "blocks_total",
-    "queued_prompt_tokens",
+    "queued_prompt_tokens", "index_entries",
 )  # fmt: skip
 COUNTERS = (
     "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
@@ -45,7 +45,8 @@ class EngineRecord(NamedTuple):
     heartbeat_ns is CLOCK_MONOTONIC of the last `set_load`, 0 before the first. Counters go on
     across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in.
     pool_hits: requests that took blocks from the KV pool; pool_tokens: how many tokens those saved;
-    pool_stored: blocks put in.
+    pool_stored: blocks put in. pins and index_entries are what is held now: finished prompts kept for
+    a reader, and entries in this engine's table.
     """
 
     slot: int
@@ -62,6 +63,7 @@ class EngineRecord(NamedTuple):
     blocks_free: int
     blocks_total: int
     queued_prompt_tokens: int
+    index_entries: int
     handoffs_in: int
     handoffs_out: int
     handoff_bytes: int

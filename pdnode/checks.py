@@ -50,6 +50,20 @@ def _why_not(host: str, number: int, error: OSError) -> str:
     return f"cannot listen on {host}, --port {number} ({error.strerror}): choose another --port"
 
 
+def writable(flag: str, name: str | None) -> Path | None:
+    """The file to write; raises ConfigError when that is known to fail."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{flag} {name} is a folder: give the name of a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {name}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {name}: this user may not write there; give another file")
+    return path
+
+
 # ---- model
 
 

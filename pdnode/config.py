@@ -18,6 +18,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdnode import checks, default_model, flags, kvpath, refusals, vllm_args
 from pdnode.assign import Assignment, Machine, assign
@@ -68,6 +69,8 @@ class NodeConfig:
     0 on GPUs when vLLM takes what --gpu-memory-utilization leaves."""
     kv_pool_bytes: int
     """Of the node, for all ranks together; 0: no pool."""
+    trace_path: Path | None
+    record_path: Path | None
     start_timeout_s: float
     health_timeout_s: float
     drain_timeout_s: float
@@ -146,6 +149,11 @@ def _early_checks(rest: Sequence[str]) -> None:
 def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> NodeConfig:
     parsed = vllm_args.parse(rest)
     refusals.late(parsed)
+    if own.trace and parsed.disable_log_stats:
+        raise ConfigError(
+            "--trace shows the engines' own times, which --disable-log-stats switches off: leave one "
+            "of the two out"
+        )
     _pool(own, parsed, assignment)
     host = parsed.host or DEFAULT_HOST
     if parsed.uds is None:
@@ -180,6 +188,8 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         index_entries=own.index_entries,
         kv_cache_bytes=kv_bytes,
         kv_pool_bytes=own.kv_pool_gib * checks.GIB,
+        trace_path=checks.writable("--trace", own.trace),
+        record_path=checks.writable("--record-trace", own.record_trace),
         start_timeout_s=own.start_timeout,
         health_timeout_s=own.health_timeout,
         drain_timeout_s=own.drain_timeout,
@@ -274,9 +284,16 @@ def _gpu_memory(parsed: argparse.Namespace, assignment: Assignment) -> tuple[int
 
 def _environment_warnings(on_cpu: bool) -> list[str]:
     name = "VLLM_CPU_OMP_THREADS_BIND"
+    warnings = []
     if on_cpu and name in os.environ:
-        return [f"{name}={os.environ[name]} is ignored: --prefill-cpus and --decode-cpus decide"]
-    return []
+        warnings = [
+            f"{name}={os.environ[name]} is ignored: --prefill-cpus and --decode-cpus decide"
+        ]
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        warnings.append(
+            "PROMETHEUS_MULTIPROC_DIR is set: /metrics has no pdnode:* metrics; unset it"
+        )
+    return warnings
 
 
 # ---- model

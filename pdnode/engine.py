@@ -113,6 +113,8 @@ class Engine:
         self.slot = spec.slot
         self.engine_id = spec.engine_id
         self.state = EngineState.STARTING
+        self.draining = False
+        """An operator's word: no new work is sent here. Outlives a restart."""
         self.restarts = 0
         self.last_error: str | None = None
         self.boot_id = 0
@@ -130,6 +132,8 @@ class Engine:
         self.worker_pids: list[int] = []
         self.requests = 0
         self.queued_tokens = 0
+        self.cache_queries = 0
+        self.cache_hits = 0
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -282,6 +286,11 @@ class Engine:
 
     def leg_answered(self, prompt_tokens: int) -> None:
         self.queued_tokens -= prompt_tokens
+
+    def cache_seen(self, queries: int, hits: int) -> None:
+        """Prompt tokens that were looked up in its prefix cache, and found."""
+        self.cache_queries += queries
+        self.cache_hits += hits
 
     def leg_over(self, prompt_tokens: int, *, answered: bool) -> None:
         self.requests -= 1

@@ -2,12 +2,13 @@
 
     PdNodeError             base: one sentence with what was tried, the numbers and the knob
       ConfigError           the command line cannot be honoured: exit code 2, nothing was started
+      BadTrace              a file of recorded traffic cannot be read: exit code 2
       NodeStartError        an engine, the index or the server did not come up in its budget
         SelfTestError       everything started, but a P->D pair gave a wrong answer
       EngineFailed          an engine died or hung while the node was serving
       NoEngine              no engine is left that may take this request: HTTP 503
       HandoffLost           the KV of one request was gone or replaced before it was copied
-      BadRole               POST /pd/role named an engine or a role that does not exist: HTTP 400
+      BadRole               POST /pd/role or /pd/drain asked for what cannot be: HTTP 400
       EnginesDisagree       a call to all engines got answers that cannot be one answer
 
 ``exit_code`` is what the launcher returns when the error ends the node.
@@ -21,6 +22,10 @@ class PdNodeError(Exception):
 
 
 class ConfigError(PdNodeError):
+    exit_code = 2
+
+
+class BadTrace(PdNodeError):
     exit_code = 2
 
 

@@ -70,6 +70,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
     group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write every request and engine step there, for https://ui.perfetto.dev; overwritten",
+    )
+    group.add_argument(
+        "--record-trace",
+        metavar="FILE",
+        help="append when requests came and how long they were, for `launcher.py plan`; no content",
+    )
+    group.add_argument(
         "--index-entries",
         type=COUNT,
         default=4096,

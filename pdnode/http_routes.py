@@ -1,6 +1,7 @@
 """What we add to vLLM's HTTP server, through its ``--middleware`` hook.
 
-``/pd...`` routes, a key for everything but ``/health``, and no new work while the node stops.
+``/pd...`` routes, a key for everything but ``/health`` and the page's own files (which tell nothing
+and ask for the key), and no new work while the node stops.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdnode import page
 from pdnode.errors import BadRole
+from pdnode.exchange import Exchanges
+from pdnode.history import KEPT
 from pdnode.status import node_status
 from pdnode.vllm_compat import AuthenticationMiddleware
 
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
 MIDDLEWARE = "pdnode.http_routes.PdRoutes"
 """Import path for vLLM's ``--middleware``."""
 
+REQUESTS = "/pd/requests/"
+POSTS = {
+    "/pd/role": '{"engine": "prefill-0", "role": "decode"}',
+    "/pd/drain": '{"engine": "prefill-0", "drain": true}',
+}
 OPEN_PATHS = frozenset({"/health"})
 """For the machine's own health checks; it tells nothing."""
 
@@ -38,39 +47,58 @@ class PdRoutes:
         if scope["type"] == "lifespan":
             self._begin(scope)
         response = self._answer(scope) if scope["type"] == "http" else None
-        if response is None and scope["type"] == "http" and scope["path"] == "/pd/role":
-            response = await self._role(Request(scope, receive))
+        if response is None and scope["type"] == "http" and scope["path"] in POSTS:
+            response = await self._change(Request(scope, receive))
         await (response or self._app)(scope, receive, send)
 
     def _begin(self, scope: Scope) -> None:
-        state = scope["app"].state
+        app = scope["app"]
+        # Outside of everything, the app's own error pages too.
+        app.middleware_stack = Exchanges(app.middleware_stack)
+        state = app.state
         self._node: Node = state.engine_client.engine_core.node
         # vLLM puts its uvicorn server here before it starts it: our handle to end it.
         self._node.http_server = state.server
         if keys := self._node.api_keys:
             self._keys = AuthenticationMiddleware(self._app, keys)
 
-    def _answer(self, scope: Scope) -> JSONResponse | None:
+    def _answer(self, scope: Scope) -> Response | None:
         """None: vLLM's to answer."""
         path, method = scope["path"], scope["method"]
+        if path.rstrip("/") == "/pd" or path in page.FILES:
+            return page.answer(path) if method in ("GET", "HEAD") else _not_allowed()
         if not self._may_enter(scope, path):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        if path == "/pd/status":
-            if method != "GET":
-                return JSONResponse({"detail": "Method Not Allowed"}, status_code=405)
-            return JSONResponse(node_status(self._node))
+        if path.startswith("/pd/") and path not in POSTS:
+            if method not in ("GET", "HEAD"):
+                return _not_allowed()
+            return self._read(path)
         if method == "POST" and self._node.draining:
             return _stopping()
         return None
 
-    async def _role(self, request: Request) -> JSONResponse:
+    def _read(self, path: str) -> JSONResponse:
+        history = self._node.client.history
+        if path == "/pd/status":
+            return JSONResponse(node_status(self._node))
+        if path == "/pd/requests":
+            return JSONResponse(history.listed())
+        if path.startswith(REQUESTS):
+            found = history.find(path.removeprefix(REQUESTS))
+            return JSONResponse(found) if found else _no_request(path.removeprefix(REQUESTS))
+        return JSONResponse({"detail": "Not Found"}, status_code=404)
+
+    async def _change(self, request: Request) -> JSONResponse:
         if request.method != "POST":
-            return JSONResponse({"detail": "Method Not Allowed"}, status_code=405)
+            return _not_allowed()
         try:
             wanted = json.loads(await request.body())
-            self._node.change_role(wanted["engine"], wanted["role"])
-        except (ValueError, KeyError, TypeError) as error:
-            return _bad_request(f'POST {{"engine": "prefill-0", "role": "decode"}} here ({error})')
+            if request.url.path == "/pd/role":
+                self._node.change_role(wanted["engine"], wanted["role"])
+            else:
+                await self._node.drain_engine(wanted["engine"], bool(wanted.get("drain", True)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _bad_request(f"POST {POSTS[request.url.path]} here ({error!r})")
         except BadRole as error:
             return _bad_request(str(error))
         return JSONResponse(node_status(self._node))
@@ -80,6 +108,19 @@ class PdRoutes:
         if self._keys is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         return self._keys.verify_token(Headers(scope=scope))
+
+
+def _not_allowed() -> JSONResponse:
+    return JSONResponse({"detail": "Method Not Allowed"}, status_code=405)
+
+
+def _no_request(request_id: str) -> JSONResponse:
+    message = (
+        f"no request {request_id!r} among the last {KEPT}; give the x-request-id of its response, or "
+        "the id in its body"
+    )
+    error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
+    return JSONResponse({"error": error}, status_code=404)
 
 
 def _bad_request(message: str) -> JSONResponse:

@@ -6,24 +6,24 @@
     any     --cannot go on-----------------------------> FAILED
 
 A leg is the request's life on one engine; legs have their own ids, so that a late answer of a leg
-that was given up can never be taken for the present one's. The names in ``times`` are the events a
-person asks about: arrived, prefill_sent, first_token, decode_sent, decode_first, finished.
+that was given up can never be taken for the present one's. What happened when is ``timeline``'s.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.placement import Plan
+from pdnode.timeline import Timeline
 from pdnode.token1 import Token1
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 
 KV_PARAMS = "kv_transfer_params"
+LEG_KINDS = {"p": "prefill", "d": "decode", "w": "whole"}
 
 
 class Stage(Enum):
@@ -58,6 +58,7 @@ class Source:
 class Journey:
     request: EngineCoreRequest
     plan: Plan
+    timeline: Timeline
     needs_history: bool = False
     """The sampler that goes on must have the tokens so far as its own output (see token1)."""
     stage: Stage = Stage.PREFILL
@@ -79,7 +80,6 @@ class Journey:
     """By the decode leg, of what it was to copy."""
     split: bool = False
     """The present leg is the second of two: it is meant to copy the prompt's KV, not compute it."""
-    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:
@@ -88,9 +88,6 @@ class Journey:
     @property
     def ended(self) -> bool:
         return self.stage in ENDED
-
-    def mark(self, event: str) -> None:
-        self.times.setdefault(event, time.monotonic())
 
     # --- the request each leg is sent --------------------------------------------------------
 
@@ -154,6 +151,7 @@ class Journey:
         self.legs += 1
         self.replayed = self.replayed if kind == "d" else 0
         self.leg = Leg(slot, f"{self.request_id}/{kind}{self.legs}", prompt_tokens)
+        self.timeline.sent(slot, LEG_KINDS[kind], prompt_tokens)
         return self.leg
 
     def _copy(
@@ -189,7 +187,7 @@ class Journey:
         assert self.leg is not None
         self.stage = Stage.DECODE
         self.split = True
-        offered = output.kv_transfer_params is not None
+        offered = offers_kv(output)
         # Not offered: P says why in its log; D then computes the prompt again, and that is counted.
         self.source = Source(self.leg.slot, self.leg.leg_id) if offered else None
         if self.plan.token1 is Token1.RESAMPLE:
@@ -221,11 +219,15 @@ class Journey:
         self.emitted.extend(output.new_token_ids)
         if output.new_token_ids:
             self.deaths_in_a_row = 0
-            self.mark("first_token")
+            self.timeline.emitted(len(output.new_token_ids))
         if output.finish_reason is not None:
             self.stage = Stage.DONE
-            self.mark("finished")
         return output
+
+
+def offers_kv(output: EngineCoreOutput) -> bool:
+    """The leg that this output ends keeps its KV for a reader."""
+    return "transfer_id" in (output.kv_transfer_params or ())
 
 
 def error_output(request_id: str) -> EngineCoreOutput:

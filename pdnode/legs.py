@@ -15,6 +15,7 @@ from pdnode import token1
 from pdnode.engine import Engine, EngineState
 from pdnode.facts import facts_of
 from pdnode.fanout import FanOut
+from pdnode.history import History
 from pdnode.journey import Journey, Source, Stage
 from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -51,6 +52,7 @@ class Legs(FanOut):
         self._index = index
         self._shape = view
         self.counters = Counters()
+        self.history = History([engine.engine_id for engine in engines])
         self._by_request: dict[str, Journey] = {}
         self._by_leg: dict[str, Journey] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
@@ -65,7 +67,7 @@ class Legs(FanOut):
                 EngineView(
                     slot=engine.slot,
                     role=engine.role,
-                    ready=engine.state is EngineState.READY,
+                    ready=engine.state is EngineState.READY and not engine.draining,
                     requests=engine.requests,
                     queued_tokens=engine.queued_tokens,
                 )
@@ -135,7 +137,8 @@ class Legs(FanOut):
         leg, running = journey.leg, journey.stage is not Stage.DONE
         fetching = journey.stage is Stage.DECODE and leg is not None and not leg.answered
         journey.stage = stage
-        journey.mark("finished")
+        journey.timeline.ended(stage.value, journey.deaths)
+        self.history.ended(journey.timeline, journey.request)
         self._by_request.pop(journey.request_id, None)
         still_known = leg is not None and leg.leg_id in self._by_leg
         self._leg_over(journey)

@@ -14,18 +14,23 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prometheus_client import REGISTRY
+
 from ipc.index import Index
 from ipc.pool import Pool
-from pdnode import fingerprint, http_routes, rundir, selftest, vllm_args
+from pdnode import fingerprint, http_routes, rundir, selftest, status, vllm_args
 from pdnode.config import NodeConfig
 from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import Engine, kv_transfer_config
+from pdnode.engine import Engine, EngineState, kv_transfer_config
 from pdnode.errors import BadRole, EngineFailed, NodeStartError, PdNodeError
+from pdnode.metrics import NodeMetrics
+from pdnode.outlets import Outlets
 from pdnode.placement import NodeView
 from pdnode.progress import Progress
 from pdnode.split_client import SplitClient
 from pdnode.supervisor import Supervisor
+from pdnode.transfer_log import TransferLog
 from pdnode.vllm_compat import build_async_llm, engine_config, open_listen_socket, serve
 
 if TYPE_CHECKING:
@@ -71,6 +76,27 @@ class Node:
             )
         engine.role = role
         self.supervisor.publish(engine)
+
+    async def drain_engine(self, engine_id: str, drain: bool) -> None:
+        """Send the engine no new work, or again; what runs there goes on. Raises BadRole."""
+        engine = next((e for e in self.engines if e.engine_id == engine_id), None)
+        if engine is None:
+            known = ", ".join(e.engine_id for e in self.engines)
+            raise BadRole(f"no engine {engine_id!r}: engines are {known}")
+        if drain and all(e.draining or e is engine for e in self.engines):
+            raise BadRole(
+                f"{engine_id} is the last engine that is sent work; to stop the node, send its "
+                "launcher SIGTERM"
+            )
+        engine.draining = drain
+        if not drain and engine.state is EngineState.READY:
+            await self.client.engine_back(engine)
+
+    @property
+    def served_model(self) -> str:
+        """As clients name it."""
+        names = self.config.frontend_args.served_model_name
+        return names[0] if names else self.config.model
 
     @property
     def api_keys(self) -> list[str]:
@@ -143,6 +169,8 @@ class Node:
         self.client = SplitClient(config, self.engines, self.acks, self._shape(front))
         self.client.node = self
         self.supervisor.client = self.client
+        self._outlets = Outlets(config, self.client)
+        self._measure()
         llm = build_async_llm(front, self.client, config.frontend_args)
         for engine in self.engines:
             self.client.listen(engine)
@@ -151,6 +179,13 @@ class Node:
         await self._self_test()
         await llm.reset_mm_cache()
         return llm
+
+    def _measure(self) -> None:
+        """Our metrics beside vLLM's, and the minute's line."""
+        metrics = NodeMetrics(lambda: status.node_status(self))
+        REGISTRY.register(metrics)
+        transfers = TransferLog(self.progress.line, lambda: status.failures(self))
+        self.client.history.on_finished += [metrics.finished, transfers.finished]
 
     @property
     def _pool_name(self) -> str:
@@ -172,6 +207,8 @@ class Node:
         engines = []
         for spec in self.config.engines:
             args = vllm_args.parse(spec.vllm_args)
+            if self.config.trace_path is not None:
+                args.enable_logging_iteration_details = True  # when an engine's steps were
             args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
             template = engine_config(args, connector)
@@ -308,6 +345,8 @@ class Node:
     async def _down(self) -> None:
         if hasattr(self, "client"):
             self.client.shutdown()
+        if hasattr(self, "_outlets"):
+            await asyncio.to_thread(self._outlets.close)
         if self.supervisor is not None:
             await self.supervisor.close()
         await asyncio.gather(

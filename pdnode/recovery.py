@@ -73,6 +73,7 @@ class Recovery(Legs):
             self._waiting.append(journey)
             return
         journey.plan = chosen
+        journey.timeline.placed(chosen)
         if journey.leg is None:
             await self._send(journey, journey.first_request())
             return

@@ -7,15 +7,18 @@ one or two of them. Runs on the front end's event loop only: no locks.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipc.index import Index
 from pdnode import token1
 from pdnode.engine import Engine
 from pdnode.facts import remove_private_args
-from pdnode.journey import Journey, Source, Stage, error_output
+from pdnode.journey import Journey, Source, Stage, error_output, offers_kv
 from pdnode.placement import Decline, NodeView, Plan
 from pdnode.recovery import Recovery
+from pdnode.timeline import Timeline
 from pdnode.vllm_compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -44,6 +47,8 @@ class SplitClient(Recovery):
         super().__init__(config, engines, index, view)
         self.engine_ranks_managed = [engine.slot for engine in engines]
         self._pumps: dict[int, asyncio.Task] = {}
+        self.on_step: Callable[[int, EngineCoreOutputs], None] | None = None
+        """Sees what every engine step gave, by slot."""
 
     # --- vLLM's side -----------------------------------------------------------------------------
 
@@ -77,13 +82,19 @@ class SplitClient(Recovery):
         # With every engine on its way back, a request waits for the first of them.
         parked = isinstance(chosen, Decline)
         placed = NOWHERE if parked else chosen
-        journey = Journey(request, placed, needs_history=self._needs_history(request))
-        journey.mark("arrived")
+        timeline = Timeline(
+            request.external_req_id or request.request_id,
+            len(request.prompt_token_ids or ()),
+            arrived=time.monotonic(),
+        )
+        journey = Journey(request, placed, timeline, needs_history=self._needs_history(request))
+        timeline.placed(placed)
         self._by_request[request.request_id] = journey
         if sink is not None:
             self._sinks[request.request_id] = sink
         else:
             self._count(placed)
+            self.history.begin(timeline)
         if parked:
             self._waiting.append(journey)
         else:
@@ -145,15 +156,21 @@ class SplitClient(Recovery):
             await self._take(engine, outputs)
 
     async def _take(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
+        if self.on_step is not None:
+            self.on_step(engine.slot, outputs)
         emitted = []
         for output in outputs.outputs:
             journey = self._by_leg.get(output.request_id)
             if journey is None:
                 await self._stray(engine, output)
                 continue
+            journey.timeline.output(output, outputs.timestamp)
             mine = await self._advance(journey, output)
             if mine is not None:
                 emitted.append(mine)
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            engine.cache_seen(stats.prefix_cache_stats.queries, stats.prefix_cache_stats.hits)
         outputs.outputs = emitted
         outputs.engine_index = engine.slot
         if emitted or outputs.scheduler_stats is not None:
@@ -178,12 +195,10 @@ class SplitClient(Recovery):
         if resumed_from is not None:
             await self._acknowledge(resumed_from)
         if journey.stage is Stage.DECODE:
-            journey.mark("decode_sent")
             await self._send(journey, journey.decode_request())
         return mine
 
     async def _decode_began(self, journey: Journey, output: EngineCoreOutput):
-        journey.mark("decode_first")
         computed = journey.on_decode_began(output)
         await self._release(journey)
         if not journey.split:
@@ -213,7 +228,7 @@ class SplitClient(Recovery):
 
     async def _stray(self, engine: Engine, output: EngineCoreOutput) -> None:
         """An answer of a leg that was given up. Its KV, if it offered any, must not stay pinned."""
-        if output.kv_transfer_params is not None:
+        if offers_kv(output):
             await self._acknowledge(Source(engine.slot, output.request_id))
 
     @property

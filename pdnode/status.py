@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdnode.node import Node
+
+OF_ENGINE = (
+    "handoffs_in", "handoff_bytes", "load_failures", "stale_reads", "pins", "index_entries",
+    "leases_expired", "index_full", "pool_hits", "pool_stored",
+)  # fmt: skip
+"""From an engine's own load line, the self-test's copies included; see ipc.records."""
 
 
 def node_status(node: Node) -> dict[str, Any]:
@@ -19,11 +26,16 @@ def node_status(node: Node) -> dict[str, Any]:
         "ready": node.ready,
         "draining": node.draining,
         "boot_id": node.boot_id,
+        "model": node.served_model,
+        "uptime_s": round(time.monotonic() - node.started_s, 1),
+        "flow": node.config.flow,
+        "index_entries": node.config.index_entries,
         "engines": [
             {
                 "id": engine.engine_id,
                 "role": engine.role,
                 "state": engine.state.value,
+                "draining": engine.draining,
                 "pid": engine.pid,
                 "worker_pids": list(engine.worker_pids),
                 "device": engine.spec.device.describe(),
@@ -34,6 +46,10 @@ def node_status(node: Node) -> dict[str, Any]:
                 "pool_tokens": load.pool_tokens,
                 "restarts": engine.restarts,
                 "last_error": engine.last_error,
+                "prefix_cache_queries": engine.cache_queries,
+                "prefix_cache_hits": engine.cache_hits,
+                **{name: getattr(load, name) for name in OF_ENGINE},
+                "handoff_seconds": load.handoff_ns / 1e9,
             }
             for engine, load in zip(node.engines, loads, strict=True)
         ],
@@ -57,6 +73,12 @@ def node_status(node: Node) -> dict[str, Any]:
             "failed": counters.failed,
         },
     }
+
+
+def failures(node: Node) -> tuple[int, int]:
+    """Failed copies and expired leases since the start."""
+    loads = [node.index.engine(engine.slot) for engine in node.engines]
+    return sum(load.load_failures for load in loads), sum(load.leases_expired for load in loads)
 
 
 def _paths(node: Node) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -80,14 +80,17 @@ __all__ = [
     "build_async_llm",
     "connect_engine_core",
     "engine_config",
+    "flush_traces",
     "init_logger",
     "open_listen_socket",
     "process_dict_updates",
     "serve",
     "spawn_engine_core",
+    "trace_span",
 ]
 
 SUPPORTED = ">=0.32,<0.34"
+FLUSH_TRACES_MS = 2000
 
 # (module, dotted name, parameters or fields that must exist). Read by tests/compat.py without
 # importing vLLM, so that a version can be checked from its wheel alone.
@@ -249,6 +252,22 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.entrypoints.launchers.launcher", "setup_server", ("args", "reuse_port")),
     ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", ("args",)),
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("usage_context",)),
+    ("vllm.engine.arg_utils", "EngineArgs", ("enable_logging_iteration_details",)),
+    ("vllm.v1.engine", "EngineCoreRequest", ("external_req_id", "trace_headers")),
+    ("vllm.v1.engine", "EngineCoreEventType", ("QUEUED", "SCHEDULED", "PREEMPTED")),
+    ("vllm.v1.engine", "EngineCoreEvent", ("type", "timestamp")),
+    (
+        "vllm.v1.metrics.stats",
+        "SchedulerIterationDetails",
+        ("num_ctx_requests", "num_ctx_tokens", "num_generation_requests", "elapsed_ms"),
+    ),
+    ("vllm.v1.metrics.stats", "SchedulerStats", ("iteration_details",)),
+    (
+        "vllm.tracing",
+        "instrument_manual",
+        ("span_name", "start_time", "end_time", "attributes", "context"),
+    ),
+    ("vllm.tracing.otel", "extract_trace_context", ("headers",)),
 )
 
 
@@ -337,6 +356,32 @@ def build_async_llm(
             disable_log_stats=args.disable_log_stats,
             aggregate_engine_logging=args.aggregate_engine_logging,
         )
+
+
+def trace_span(
+    name: str,
+    begin_ns: int,
+    end_ns: int,
+    attributes: dict[str, Any],
+    trace_headers: Mapping[str, str] | None,
+) -> None:
+    """A finished OpenTelemetry span, through the tracer that --otlp-traces-endpoint set up.
+
+    Times are Unix nanoseconds; ``trace_headers``: the client's, whose span becomes the parent.
+    """
+    from vllm.tracing import extract_trace_context, instrument_manual
+
+    context = extract_trace_context(trace_headers)
+    instrument_manual(name, begin_ns, end_ns, attributes, context)
+
+
+def flush_traces() -> None:
+    """Send the spans that are still held. vLLM leaves that to an exit handler, which we skip."""
+    from opentelemetry.trace import get_tracer_provider
+
+    flush = getattr(get_tracer_provider(), "force_flush", None)
+    if flush is not None:
+        flush(FLUSH_TRACES_MS)
 
 
 def open_listen_socket(args: argparse.Namespace) -> tuple[str, socket.socket]:

@@ -60,6 +60,8 @@ class LoadDone:
     nbytes: int
     duration_ns: int
     tokens: int = 0
+    began_ns: int = 0
+    """CLOCK_MONOTONIC."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,16 @@ class Offers:
         self._running: dict[str, Offer] = {}
         self._pins: list[tuple[Ticket, list]] = []
 
+    @property
+    def pins(self) -> int:
+        """Finished prompts whose blocks are kept for a reader."""
+        return len(self._pins)
+
+    @property
+    def entries(self) -> int:
+        """Of the index, in use for running requests and pins."""
+        return len(self._running) + len(self._pins)
+
     def begin(self, request: Request, block_ids: list[int], tokens_ready: int) -> None:
         """``tokens_ready``: what these blocks held before this step (a prefix-cache hit)."""
         self.withdraw(request.request_id)

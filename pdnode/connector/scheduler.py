@@ -22,6 +22,7 @@ from pdnode.connector.metadata import Load, LoadReport, PdMetadata
 from pdnode.connector.offers import Offers
 from pdnode.connector.pool import NodePool
 from pdnode.connector.settings import ConnectorSettings
+from pdnode.timeline import HANDOFF
 from pdnode.vllm_compat import RequestStatus, init_logger
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}
         self._loaded_once: set[str] = set()
+        self._copied: dict[str, list[int]] = {}
         self._present: set[str] = set()
         self._started: set[str] = set()
         self._steps = 0
@@ -145,6 +147,7 @@ class SchedulerHalf:
             if load is not None:
                 if request_id in self._present:
                     self._loaded_once.add(request_id)
+                    self._copied[request_id] = _span(request_id, report)
                 self._index.drop(load.entry)
         self._index.add_counters(
             self._settings.slot,
@@ -165,6 +168,8 @@ class SchedulerHalf:
         self._present.discard(request_id)
         self._started.discard(request_id)
         self._matched.pop(request_id, None)
+        copied = self._copied.pop(request_id, None)
+        told = {HANDOFF: copied} if copied else {}
         if self._node_pool is not None:
             self._node_pool.forget(request_id)
         self._let_go(request)
@@ -176,9 +181,10 @@ class SchedulerHalf:
                 TRANSFER_ID: request_id,
                 REMOTE_SLOT: self._settings.slot,
                 "remote_engine_id": self._settings.engine_id,
+                **told,
             }
         self._offers.withdraw(request_id)
-        return None
+        return told or None
 
     def _let_go(self, request: Request) -> None:
         """Ended before its load was done: the owner need not keep the KV for it."""
@@ -209,6 +215,8 @@ class SchedulerHalf:
             max(0, len(self._present) - running),
             self._pool.get_num_free_blocks(),
             self._steps,
+            self._offers.pins,
+            self._offers.entries,
         )
         if load == self._published:
             return
@@ -220,6 +228,8 @@ class SchedulerHalf:
             running=load[0],
             waiting=load[1],
             blocks_free=load[2],
+            pins=load[4],
+            index_entries=load[5],
             blocks_total=self._pool.num_gpu_blocks - 1,
         )
 
@@ -227,3 +237,13 @@ class SchedulerHalf:
         if self._node_pool is not None:
             self._node_pool.close()
         self._index.close()
+
+
+def _span(request_id: str, report: LoadReport) -> list[int]:
+    """[owner's slot, begin ns, end ns, bytes] over all ranks; nothing copied: empty."""
+    done = [d for d in report.done if d.request_id == request_id]
+    if not done:
+        return []
+    begin_ns = min(d.began_ns for d in done)
+    end_ns = max(d.began_ns + d.duration_ns for d in done)
+    return [done[0].owner, begin_ns, end_ns, sum(d.nbytes for d in done)]

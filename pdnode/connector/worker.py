@@ -162,7 +162,9 @@ class WorkerHalf:
         # Again, now that the bytes are here: had P given the blocks to another prompt meanwhile,
         # these bytes may be that prompt's.
         self._check(load)
-        self._report.done.append(LoadDone(load.request_id, load.entry.owner, nbytes, duration_ns))
+        self._report.done.append(
+            LoadDone(load.request_id, load.entry.owner, nbytes, duration_ns, began_ns=begin_ns)
+        )
 
     def _path_from(self, owner: int) -> KvPath:
         assert self._home is not None
