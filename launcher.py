@@ -1,4 +1,7 @@
-"""One prefill/decode node: ``python launcher.py [MODEL] [placement flags] [vllm serve flags]``."""
+"""One prefill/decode node: ``python launcher.py [MODEL] [placement flags] [vllm serve flags]``.
+
+And ``python launcher.py plan TRACE``: which placement flags suit recorded traffic.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from pdnode import config, plan_text, reaper
+from pdnode import config, plan_command, plan_text, reaper
 from pdnode.errors import ConfigError
 from pdnode.nursery import Nursery
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     _quiet_terminal()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:
+        return plan_command.main(argv[1:])
     try:
-        node_config = config.parse(sys.argv[1:] if argv is None else argv)
+        node_config = config.parse(argv)
     except ConfigError as error:
         print(f"pdnode: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -3,6 +3,7 @@
     PdNodeError             base: one sentence with what was tried, the numbers and the knob
       ConfigError           the command line cannot be honoured: exit code 2, nothing was started
       BadTrace              a file of recorded traffic cannot be read: exit code 2
+      PlanError             `plan` has no node to measure, or nothing to split: exit code 2
       NodeStartError        an engine, the index or the server did not come up in its budget
         SelfTestError       everything started, but a P->D pair gave a wrong answer
       EngineFailed          an engine died or hung while the node was serving
@@ -26,6 +27,10 @@ class ConfigError(PdNodeError):
 
 
 class BadTrace(PdNodeError):
+    exit_code = 2
+
+
+class PlanError(PdNodeError):
     exit_code = 2
 
 

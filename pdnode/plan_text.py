@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdnode.config import EngineSpec, NodeConfig
 
@@ -19,9 +19,9 @@ def render(config: NodeConfig) -> str:
             "",
             *_head(config),
             "",
-            *_table(("engine", "role", "device", "TP", "environment"), _engines(config)),
+            *table(("engine", "role", "device", "TP", "environment"), _engines(config)),
             "",
-            *_table(("KV from", "to", "path", "link"), _paths(config)),
+            *table(("KV from", "to", "path", "link"), _paths(config)),
             "",
             "vLLM arguments of every engine (and --tensor-parallel-size where TP is not 1):",
             "  " + shlex.join(_common_args(config)),
@@ -75,7 +75,8 @@ def _common_args(config: NodeConfig) -> Sequence[str]:
     return without_tp(config.engines[0])
 
 
-def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Lines of columns that are wide enough."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:

@@ -30,6 +30,8 @@ def node_status(node: Node) -> dict[str, Any]:
         "uptime_s": round(time.monotonic() - node.started_s, 1),
         "flow": node.config.flow,
         "index_entries": node.config.index_entries,
+        "block_size": client.view().block_size,
+        "chunk_tokens": node.engines[0].vllm_config.scheduler_config.max_num_batched_tokens,
         "engines": [
             {
                 "id": engine.engine_id,

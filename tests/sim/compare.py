@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdnode.placement import PlacementConfig
-from tests.sim.engine import Engine
-from tests.sim.node import TRUE, Node, Result, engines, ideal_hit_rate, percentile
-from tests.sim.routers import ApproximateTree, Placement, Router
+from pdnode.sim.engine import Engine
+from pdnode.sim.node import Node, Result, percentile
+from pdnode.sim.router import Placement, Router
+from tests.sim.node import TRUE, engines, ideal_hit_rate
+from tests.sim.routers import ApproximateTree
 from tests.sim.traces import TRACES
 
 
@@ -60,7 +62,7 @@ HEADER = (
 
 def run(trace: str, router: str) -> Row:
     node = engines()
-    result = Node(node, ROUTERS[router](node)).run(TRACES[trace]())
+    result = Node(node, ROUTERS[router](node), TRUE).run(TRACES[trace]())
     return Row(trace, router, result, ideal_hit_rate(result, sum(e.cache.capacity for e in node)))
 
 

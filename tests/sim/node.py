@@ -1,18 +1,13 @@
-"""The clock of the simulated node, and a request's way through its engines."""
+"""The hardware that placement is tried on, and the best any placement could do."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import OrderedDict
 
 from pdnode.estimate import Constants
-from pdnode.placement import Plan
-from tests.sim.engine import Engine, Leg
-from tests.sim.routers import Router
-from tests.sim.traces import BLOCK, Request, Session
+from pdnode.sim.engine import Engine
+from pdnode.sim.node import Result
+from pdnode.sim.work import BLOCK
 
 # An 8B model in bf16 on one accelerator of about 400 effective TFLOP/s and 3 TB/s, KV of 128 KB a
 # token copied at 250 GB/s: by arithmetic, not measured.
@@ -28,134 +23,6 @@ TRUE = Constants(
     output_tokens=200.0,
 )
 BLOCKS_PER_ENGINE = 3_000  # 384,000 tokens: 48 GB
-
-
-@dataclass(slots=True, eq=False)
-class Journey:
-    request: Request
-    plan: Plan
-    arrived_ms: float
-    session: Session
-    turn: int
-    first_ms: float = 0.0
-    finished_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class Result:
-    ttft_ms: list[float] = field(default_factory=list)
-    per_token_ms: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    reasons: Counter = field(default_factory=Counter)
-    log: list[tuple[str, Request]] = field(default_factory=list)
-    """("asked" or "done", request) in the order they happened."""
-    end_ms: float = 0.0
-    busy: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def hit_rate(self) -> float:
-        return 1 - self.computed_tokens / self.prompt_tokens
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
-class Node:
-    def __init__(self, engines: list[Engine], router: Router) -> None:
-        self._engines, self._router = engines, router
-        self._events: list[tuple[float, int, Callable, tuple]] = []
-        self._order = itertools.count()
-        self._now = 0.0
-        self.result = Result()
-
-    def run(self, sessions: list[Session]) -> Result:
-        for session in sessions:
-            self._at(session.start_ms, self._asked, session, 0)
-        while self._events:
-            self._now, _, act, args = heapq.heappop(self._events)
-            act(*args)
-        self.result.end_ms = self._now
-        self.result.busy = {e.slot: e.pass_ms_total / self._now for e in self._engines}
-        return self.result
-
-    def _at(self, when_ms: float, act: Callable, *args) -> None:
-        heapq.heappush(self._events, (when_ms, next(self._order), act, args))
-
-    def _asked(self, session: Session, turn: int) -> None:
-        request = session.turns[turn]
-        plan = self._router.route(request, self._now)
-        self.result.log.append(("asked", request))
-        self.result.reasons[plan.reason] += 1
-        journey = Journey(request, plan, self._now, session, turn)
-        if plan.prefill is None:
-            self._send(
-                plan.decode, Leg(request, "whole", request.text, request.output_tokens, journey)
-            )
-        else:
-            self._send(plan.prefill, Leg(request, "prefill", request.blocks, 1, journey))
-
-    def _send(self, slot: int, leg: Leg) -> None:
-        plan = leg.journey.plan
-        if plan.prefix_from is not None and leg.kind != "decode":
-            leg.donor = self._engines[plan.prefix_from].cache
-        self._router.sent(slot, plan, leg.request, leg.kind, self._now)
-        self._engines[slot].send(leg)
-        self._at(self._now + TRUE.front_ms / 2, self._wake, self._engines[slot])
-
-    def _wake(self, engine: Engine) -> None:
-        if not engine.running:
-            self._pass(engine)
-
-    def _pass(self, engine: Engine) -> None:
-        ms, firsts = engine.begin_pass()
-        engine.running = ms > 0
-        if engine.running:
-            self._at(self._now + ms, self._passed, engine, firsts)
-
-    def _passed(self, engine: Engine, firsts: list[Leg]) -> None:
-        over = engine.end_pass(firsts)
-        for leg in firsts:
-            self._first_token(engine, leg)
-        for leg in over:
-            self._leg_over(engine, leg)
-        self._pass(engine)
-
-    def _first_token(self, engine: Engine, leg: Leg) -> None:
-        if leg.kind == "decode":
-            p = leg.source
-            owner = self._engines[leg.journey.plan.prefill]
-            owner.cache.give(p.blocks)
-            self._wake(owner)  # it may have waited for room
-            return
-        self._router.answered(engine.slot, leg.journey.plan, leg.request, self._now)
-        leg.journey.first_ms = self._now + TRUE.front_ms / 2
-        self.result.prompt_tokens += leg.request.prompt_tokens
-        self.result.computed_tokens += leg.computed_tokens
-
-    def _leg_over(self, engine: Engine, leg: Leg) -> None:
-        self._router.over(engine.slot)
-        request, journey = leg.request, leg.journey
-        if leg.kind == "prefill" and request.output_tokens > 1:
-            rest = Leg(
-                request, "decode", request.text, request.output_tokens - 1, journey, source=leg
-            )
-            self._at(self._now + TRUE.front_ms / 2, self._send, journey.plan.decode, rest)
-            return
-        if leg.kind == "prefill":
-            engine.cache.give(leg.blocks)
-        self._done(journey)
-
-    def _done(self, journey: Journey) -> None:
-        result, request, now = self.result, journey.request, self._now + TRUE.front_ms / 2
-        result.log.append(("done", request))
-        result.ttft_ms.append(journey.first_ms - journey.arrived_ms)
-        if request.output_tokens > 1:
-            result.per_token_ms.append((now - journey.first_ms) / (request.output_tokens - 1))
-        session, turn = journey.session, journey.turn + 1
-        if turn < len(session.turns):
-            self._at(now + session.think_ms[turn], self._asked, session, turn)
 
 
 def ideal_hit_rate(result: Result, blocks: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdnode import estimate
 from pdnode.estimate import Constants
-from tests.sim.traces import BLOCK, Request
+from pdnode.sim.work import BLOCK, Request
 
 
 class BlockCache:

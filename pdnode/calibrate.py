@@ -1,0 +1,156 @@
+"""The constants of a running node, measured from outside in a few seconds.
+
+Prompts of several lengths one at a time, then several streams at once; the node's own timelines
+(``/pd/requests/{id}``) say how long each prefill, copy and step took.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from pdnode.errors import PlanError
+from pdnode.estimate import Constants, Estimator
+
+LENGTHS = (1, 2, 4, 8, 16)
+"""Prompts in blocks."""
+REPEATS = 3
+TOKENS = 24
+STREAMS = (2, 4, 8)
+MODEL_ROOM = 64
+"""Tokens of the context left for the answer."""
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What a plan needs to know of the node it plans for."""
+
+    constants: Constants
+    prefill: int
+    decode: int
+    kind: str
+    """``cpu`` or ``gpu``."""
+    kv_tokens: int
+    """Of one engine: the smallest."""
+    latency: dict[str, float]
+    """Observed in the last minutes: ttft_ms_p50, ... as in ``/pd/requests``; empty: no answers."""
+
+
+class Client:
+    """``url``: of the node, without a path. Raises PlanError."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+        """(the answer's JSON, its x-request-id)."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return json.load(answer), answer.headers.get("x-request-id", "")
+        except urllib.error.HTTPError as error:
+            hint = "; give its key with --api-key" if error.code == 401 else ""
+            raise PlanError(f"{self._url}{path} answered {error.code}{hint}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise PlanError(
+                f"no pdnode answers at {self._url} ({error}); start it, or give --constants FILE"
+            ) from error
+
+
+def measure(client: Client) -> Box:
+    """Raises PlanError. Costs the node about a hundred short requests."""
+    status, _ = client.ask("/pd/status")
+    models, _ = client.ask("/v1/models")
+    model = models["data"][0]
+    seen, _ = client.ask("/pd/requests")
+    block, room = status["block_size"], model["max_model_len"] - MODEL_ROOM
+    estimator = Estimator(chunk_tokens=status["chunk_tokens"])
+    rng = random.Random()
+    for _ in range(REPEATS):
+        for length in _lengths(block, room):
+            _observe(estimator, 1, _one(client, model["id"], length, rng))
+    for streams in STREAMS:
+        lengths = [min(block, room)] * streams
+        with ThreadPoolExecutor(streams) as pool:
+            for found in pool.map(lambda n: _one(client, model["id"], n, rng), lengths):
+                _observe_decode(estimator, streams, found)
+    constants = estimator.constants()
+    if constants is None:
+        raise PlanError(
+            f"the node at {client} told no times of its engines: start it without "
+            "--disable-log-stats, and with at least one prefill and one decode engine"
+        )
+    roles = [engine["role"] for engine in status["engines"]]
+    return Box(
+        constants=constants,
+        prefill=roles.count("prefill"),
+        decode=roles.count("decode"),
+        kind="cpu" if status["engines"][0]["device"].startswith("CPU") else "gpu",
+        kv_tokens=min(engine["kv_blocks_total"] for engine in status["engines"]) * block,
+        latency=_newest(seen),
+    )
+
+
+def _lengths(block: int, room: int) -> Iterator[int]:
+    for blocks in LENGTHS:
+        if blocks * block <= room:
+            yield blocks * block
+    if block > room:
+        yield room
+
+
+def _one(client: Client, model: str, prompt_tokens: int, rng: random.Random) -> dict[str, Any]:
+    body = {
+        "model": model,
+        # Low ids are in every vocabulary; drawn anew, so that no prefix cache knows them.
+        "prompt": [rng.randrange(10, 1000) for _ in range(prompt_tokens)],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    _, request_id = client.ask("/v1/completions", body)
+    found, _ = client.ask(f"/pd/requests/{request_id}")
+    return found["requests"][0]
+
+
+def _observe(estimator: Estimator, streams: int, request: dict[str, Any]) -> None:
+    """A request that had the node for itself."""
+    events, ttft = request["events_ms"], request["ttft"]
+    if events["prefill_begin"] is not None and events["prefill_end"] is not None:
+        new = request["prompt_tokens"] - request["cached_tokens"]
+        ms = events["prefill_end"] - events["prefill_begin"]
+        estimator.observe_prefill(new, request["cached_tokens"], ms)
+        estimator.observe_front(ttft["front_ms"] + ttft.get("queued_ms", 0.0))
+    if request["handoff"] is not None:
+        estimator.observe_handoff(request["prompt_tokens"], request["handoff"]["ms"])
+    _observe_decode(estimator, streams, request)
+
+
+def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any]) -> None:
+    events = request["events_ms"]
+    if request["output_tokens"] < 3 or events["decode_begin"] is None:
+        return
+    # The token that prefill sampled is not a decode step's.
+    steps = request["output_tokens"] - 1
+    estimator.observe_decode_step(streams, (events["decode_end"] - events["decode_begin"]) / steps)
+
+
+def _newest(seen: dict[str, Any]) -> dict[str, float]:
+    buckets = [b for b in seen["latency"]["buckets"] if b["requests"]]
+    return (
+        {k: v for k, v in buckets[-1].items() if k.endswith(("_p50", "_p99")) and v}
+        if buckets
+        else {}
+    )
