@@ -358,6 +358,7 @@ class Node:
             if shared is not None:
                 shared.close()
         self._run_dir.close()
+        self.progress.close()
 
 
 def run(config: NodeConfig, boot_id: str, nursery: Nursery | None) -> NoReturn:
