@@ -26,6 +26,7 @@ TOKENS = 24
 STREAMS = (2, 4, 8)
 MODEL_ROOM = 64
 """Tokens of the context left for the answer."""
+SELF_TEST_BLOCKS = 2
 TIMEOUT_S = 120.0
 
 
@@ -48,7 +49,7 @@ class Client:
     """``url``: of the node, without a path. Raises PlanError."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._headers = {"content-type": "application/json"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
@@ -56,16 +57,16 @@ class Client:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
         """(the answer's JSON, its x-request-id)."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
+        request = urllib.request.Request(self.url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return json.load(answer), answer.headers.get("x-request-id", "")
         except urllib.error.HTTPError as error:
             hint = "; give its key with --api-key" if error.code == 401 else ""
-            raise PlanError(f"{self._url}{path} answered {error.code}{hint}") from error
+            raise PlanError(f"{self.url}{path} answered {error.code}{hint}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise PlanError(
-                f"no pdnode answers at {self._url} ({error}); start it, or give --constants FILE"
+                f"no pdnode answers at {self.url} ({error}); start it, or give --constants FILE"
             ) from error
 
 
@@ -78,18 +79,23 @@ def measure(client: Client) -> Box:
     block, room = status["block_size"], model["max_model_len"] - MODEL_ROOM
     estimator = Estimator(chunk_tokens=status["chunk_tokens"])
     rng = random.Random()
+    split = 0
     for _ in range(REPEATS):
         for length in _lengths(block, room):
-            _observe(estimator, 1, _one(client, model["id"], length, rng))
+            found = _one(client, model["id"], length, rng)
+            split += found["handoff"] is not None
+            _observe(estimator, 1, found)
     for streams in STREAMS:
         lengths = [min(block, room)] * streams
         with ThreadPoolExecutor(streams) as pool:
             for found in pool.map(lambda n: _one(client, model["id"], n, rng), lengths):
                 _observe_decode(estimator, streams, found)
+    if not split:
+        _handoffs_so_far(estimator, client.ask("/pd/status")[0], block)
     constants = estimator.constants()
     if constants is None:
         raise PlanError(
-            f"the node at {client} told no times of its engines: start it without "
+            f"the node at {client.url} told no times of its engines: start it without "
             "--disable-log-stats, and with at least one prefill and one decode engine"
         )
     roles = [engine["role"] for engine in status["engines"]]
@@ -145,6 +151,15 @@ def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any])
     # The token that prefill sampled is not a decode step's.
     steps = request["output_tokens"] - 1
     estimator.observe_decode_step(streams, (events["decode_end"] - events["decode_begin"]) / steps)
+
+
+def _handoffs_so_far(estimator: Estimator, status: dict[str, Any], block: int) -> None:
+    """An idle node splits nothing where that does not pay: then its self-test's copies are all there is."""
+    for engine in status["engines"]:
+        if engine["handoffs_in"]:
+            ms = engine["handoff_seconds"] / engine["handoffs_in"] * 1e3
+            for _ in range(REPEATS):
+                estimator.observe_handoff(SELF_TEST_BLOCKS * block, ms)
 
 
 def _newest(seen: dict[str, Any]) -> dict[str, float]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdnode.vllm_compat import EngineCoreRequest
 
 KEPT = 1000
-LISTED = 100
+LISTED = 40
 BUCKET_S = 5
 BUCKETS = 60
 """Five minutes in all."""

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -90,7 +91,6 @@ def test_the_dashboard_names_only_metrics_that_exist() -> None:
 
 
 def test_the_alerts_name_only_metrics_that_exist_and_say_what_to_do() -> None:
-    yaml = pytest.importorskip("yaml")
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
     used = {name for e in expressions(rules) for name in PROMQL_NAME.findall(e)}
     assert used
