@@ -57,7 +57,8 @@ class IndexTable:
             self.insert(id_)
 
     def select(self, id_: str) -> object:
-        return self._reader.select(id_)
+        # A reader knows the owner, as the request says where its KV is.
+        return self._reader.select(id_, 0)
 
     def insert(self, id_: str) -> None:
         self._last = self._owner.insert(

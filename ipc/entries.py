@@ -145,12 +145,12 @@ class Entries:
 
     def _add_moved(self, bucket: int, change: int) -> None:
         """One id more, or less, whose first bucket this is lives in its second one."""
-        at = (self._geometry.tag_line(bucket, self._owner) + layout.MOVED_AT) >> 3
+        at = (self._geometry.table(bucket, self._owner) + layout.MOVED_AT) >> 3
         count = max(0, (self._shared.words[at] >> 1) + change)
         self._shared.words[at] = (count << 1 | 1) & layout.WORD_MAX if count else 0
 
     def _tags(self, bucket: int) -> tuple[int, ...]:
-        return _TAGS.unpack_from(self._shared.mm, self._geometry.tag_line(bucket, self._owner))
+        return _TAGS.unpack_from(self._shared.mm, self._geometry.table(bucket, self._owner))
 
     def _take_pages(self, runs: Runs) -> list[int]:
         count = -(-max(0, len(runs) - layout.INLINE_RUNS) // layout.PAGE_RUNS)
@@ -239,13 +239,13 @@ def record_crc(generation: int, content: bytes) -> int:
 def unclean_slots(shared: Shared, geometry: layout.Geometry, owner: int) -> list[int]:
     """Slots with a live entry, or with one that its writer died in."""
     shape, strides = (geometry.buckets, layout.WAYS, 2), (geometry.bucket_bytes, layout.RECORD, 8)
-    heads = np.ndarray(shape, np.uint64, shared.mm, geometry.table(0, owner), strides)
+    heads = np.ndarray(shape, np.uint64, shared.mm, geometry.record(owner, 0), strides)
     return np.flatnonzero((heads[..., 0] | heads[..., 1]) & 1).tolist()
 
 
 def nobody_moved(shared: Shared, geometry: layout.Geometry, owner: int) -> None:
     """When all entries of a table have ended."""
-    at = geometry.tag_line(0, owner) + layout.MOVED_AT
+    at = geometry.table(0, owner) + layout.MOVED_AT
     np.ndarray((geometry.buckets,), np.uint64, shared.mm, at, (geometry.bucket_bytes,))[:] = 0
 
 

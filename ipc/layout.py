@@ -11,14 +11,13 @@
       ├──────────────────────────────────────────────────────────────────────────────┤
       │ run pages, [owner][page], 512 bytes: next page, then 63 runs                 │ owner
       ├──────────────────────────────────────────────────────────────────────────────┤
-      │ buckets, [bucket]: all that a look-up needs, close together                  │
-      │   tag lines, [owner]: 7 x u64, 0 = nothing here; then `moved`, u64           │ owner
-      │   tables, [owner]:                                                           │
-      │     records, [7], 128 bytes:                                                 │ owner
-      │       0 seq │ 8 generation │ 16 lease ns │ 24 overflow page, crc             │
-      │       32 digest (16) │ 48 boot id │ 56 tokens ready, total │ 64 first token  │
-      │       72 blocks, runs │ 80 six runs of (first block, count)                  │
-      │     ack lines, [reader]: 7 x u64 = generation << 2 | state                   │ reader
+      │ buckets, [bucket][owner]: all that a look-up needs, side by side             │
+      │   tag line: 7 x u64, 0 = nothing here; then `moved`, u64                     │ owner
+      │   ack lines, [reader]: 7 x u64 = generation << 2 | state                     │ reader
+      │   records, [7], 128 bytes:                                                   │ owner
+      │     0 seq │ 8 generation │ 16 lease ns │ 24 overflow page, crc               │
+      │     32 digest (16) │ 48 boot id │ 56 tokens ready, total │ 64 first token    │
+      │     72 blocks, runs │ 80 six runs of (first block, count)                    │
       └──────────────────────────────────────────────────────────────────────────────┘
 
 A cell is a version word and two sides; the writer fills the side that is not current and then moves
@@ -35,8 +34,8 @@ seven places are taken, in the emptier of the two. `moved` of the first bucket s
 its ids live elsewhere (0: none; else their number << 1 | 1), so a look-up reads one line of tags,
 and a second one for six ids in a thousand of a full table. Nothing ever moves and there are no
 tombstones. With three places for each entry that was asked for, both buckets are practically never
-full. Tags, record and acknowledgement lie within a page or two because a look-up in a large table
-costs what its cache and TLB misses cost.
+full. Tags, records and acknowledgements lie side by side because a look-up in a large table costs
+what its cache and TLB misses cost: one page, and lines that a single copy fetches all at once.
 
 What is assumed of the machine: an aligned 8-byte store or load is not torn, stores of one thread
 are seen in order, and loads happen in order (x86-64). Single words go through a memoryview of u64,
@@ -126,18 +125,18 @@ class Geometry(Sizes):
         return -(-end // PAGE) * PAGE
 
     @cached_property
-    def tables_at(self) -> int:
-        """Within a bucket. Whole pairs of lines, as records are: processors fetch lines in pairs."""
-        return -(-self.engines * LINE // RECORD) * RECORD
+    def records_at(self) -> int:
+        """Within a table, after tags and acks: whole pairs of lines, as processors fetch those."""
+        return -(-(1 + self.engines) * LINE // RECORD) * RECORD
 
     @cached_property
     def table_bytes(self) -> int:
-        """One owner's part of a bucket: records, then as much room for acks as for tag lines."""
-        return WAYS * RECORD + self.tables_at
+        """What one owner has in one bucket."""
+        return self.records_at + WAYS * RECORD
 
     @cached_property
     def bucket_bytes(self) -> int:
-        return self.tables_at + self.engines * self.table_bytes
+        return self.engines * self.table_bytes
 
     @cached_property
     def total(self) -> int:
@@ -155,24 +154,21 @@ class Geometry(Sizes):
     def pages(self, owner: int) -> int:
         return self.run_pages_at + owner * self.run_pages * RUN_PAGE
 
-    def tag_line(self, bucket: int, owner: int) -> int:
-        return self.buckets_at + bucket * self.bucket_bytes + owner * LINE
+    def table(self, bucket: int, owner: int) -> int:
+        """Where its tag line begins."""
+        return self.buckets_at + bucket * self.bucket_bytes + owner * self.table_bytes
 
     def tag(self, owner: int, slot: int) -> int:
         bucket, way = divmod(slot, WAYS)
-        return self.tag_line(bucket, owner) + way * 8
-
-    def record(self, owner: int, slot: int) -> int:
-        bucket, way = divmod(slot, WAYS)
-        return self.table(bucket, owner) + way * RECORD
+        return self.table(bucket, owner) + way * 8
 
     def ack(self, reader: int, owner: int, slot: int) -> int:
         bucket, way = divmod(slot, WAYS)
-        return self.table(bucket, owner) + WAYS * RECORD + reader * LINE + way * 8
+        return self.table(bucket, owner) + (1 + reader) * LINE + way * 8
 
-    def table(self, bucket: int, owner: int) -> int:
-        at = self.buckets_at + bucket * self.bucket_bytes
-        return at + self.tables_at + owner * self.table_bytes
+    def record(self, owner: int, slot: int) -> int:
+        bucket, way = divmod(slot, WAYS)
+        return self.table(bucket, owner) + self.records_at + way * RECORD
 
 
 def _lines(nbytes: int) -> int:

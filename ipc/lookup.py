@@ -28,6 +28,7 @@ from ipc.records import Entry
 _RUN, _BODY_BYTES = struct.Struct("=II"), layout.INLINE_AT - layout.BODY_AT
 _BOOT, _GENERATION = Entry._fields.index("boot_id"), Entry._fields.index("generation")
 _new = tuple.__new__  # Half the time of the constructor, which only checks the number of fields.
+_NOBODY_MOVED = bytes(8)
 _RETRIES = 64  # about 50 us: longer than a writer in a hurry, shorter than a scheduler step
 
 
@@ -39,28 +40,23 @@ class Lookup:
     ):
         self._shared, self._geometry, self._me = shared, geometry, me
         self._boot_of = boot_of  # slot -> boot id in the control line
-        self._buckets_at, self._bucket_bytes = geometry.buckets_at, geometry.bucket_bytes
-        owners = range(geometry.engines)
-        self._tables = [geometry.table(0, owner) for owner in owners]
-        self._my_acks = None if me == layout.NODE else [geometry.ack(me, o, 0) for o in owners]
-        self._nobody_moved = {1: bytes(1), geometry.engines: bytes(geometry.engines)}
+        self._tables = [geometry.table(0, owner) for owner in range(geometry.engines)]
+        self._bucket_bytes, self._table_bytes = geometry.bucket_bytes, geometry.table_bytes
+        self._records_at = geometry.records_at
+        self._my_acks_at = None if me == layout.NODE else (1 + me) * layout.LINE
         self._fence = threading.Lock()
 
     def select(self, transfer_id: str, owner: int | None) -> Entry | None:
         """The entry, or None: absent, of an earlier boot, dropped by me, or unreadable just now."""
         key = key_of(transfer_id, self._geometry.buckets)
-        line, count = (0, self._geometry.engines) if owner is None else (owner * layout.LINE, 1)
-        for bucket in (key.first, key.second):
-            at = self._buckets_at + bucket * self._bucket_bytes + line
-            tags = self._shared.mm[at : at + count * layout.LINE]
-            found = tags.find(key.tag)
-            while found >= 0:
-                entry = self._at_tag(transfer_id, key, bucket, line + found)
-                if entry is not None:
-                    return entry
-                found = tags.find(key.tag, found + 1)
-            if tags[layout.MOVED_AT :: layout.LINE] == self._nobody_moved[count]:
-                return None
+        if owner is not None:
+            # The whole table of the bucket, though only tags are used of it: what is read next lies
+            # in the cache then, and misses that are one after another cost more than one copy.
+            return self._in_table(transfer_id, key, owner, self._table_bytes)
+        for owner in range(self._geometry.engines):
+            entry = self._in_table(transfer_id, key, owner, layout.LINE)
+            if entry is not None:
+                return entry
         return None
 
     def validate(self, entry: Entry) -> bool:
@@ -114,17 +110,30 @@ class Lookup:
             waiting = reader
         return waiting, False
 
-    def _at_tag(self, transfer_id: str, key: Key, bucket: int, found: int) -> Entry | None:
-        owner, offset = divmod(found, layout.LINE)
-        if offset & 7 or offset == layout.MOVED_AT:  # Other bytes that happen to look like ours.
-            return None
-        way, base = offset >> 3, bucket * self._bucket_bytes
-        at = self._tables[owner] + base + way * layout.RECORD
-        entry = self._read(transfer_id, key.digest, owner, bucket * layout.WAYS + way, at)
+    def _in_table(self, transfer_id: str, key: Key, owner: int, span: int) -> Entry | None:
+        for bucket in (key.first, key.second):
+            at = self._tables[owner] + bucket * self._bucket_bytes
+            tags = self._shared.mm[at : at + span]
+            found = tags.find(key.tag, 0, layout.MOVED_AT)
+            while found >= 0:
+                if not found & 7:  # Else eight bytes across two tags that happen to look like ours.
+                    entry = self._at_tag(transfer_id, key.digest, owner, bucket, found >> 3, at)
+                    if entry is not None:
+                        return entry
+                found = tags.find(key.tag, found + 1, layout.MOVED_AT)
+            if tags[layout.MOVED_AT : layout.LINE] == _NOBODY_MOVED:
+                return None
+        return None
+
+    def _at_tag(
+        self, transfer_id: str, digest: bytes, owner: int, bucket: int, way: int, table: int
+    ) -> Entry | None:
+        slot, at = bucket * layout.WAYS + way, table + self._records_at + way * layout.RECORD
+        entry = self._read(transfer_id, digest, owner, slot, at)
         if entry is None or entry[_BOOT] != self._boot_of(owner):
             return None
-        if self._my_acks is not None:
-            ack = self._shared.words[(self._my_acks[owner] + base + way * 8) >> 3]
+        if self._my_acks_at is not None:
+            ack = self._shared.words[(table + self._my_acks_at + way * 8) >> 3]
             if ack == entry[_GENERATION] << 2 | layout.DROPPED:
                 return None
         return entry

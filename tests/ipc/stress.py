@@ -231,7 +231,7 @@ class Node:
         shared, geometry = self.index._shared, self.index.geometry
         lines = [
             shared.mm[at : at + layout.LINE]
-            for at in (geometry.tag_line(b, o) for b in range(geometry.buckets) for o in range(6))
+            for at in (geometry.table(b, o) for b in range(geometry.buckets) for o in range(6))
         ]
         unclean = sum(len(unclean_slots(shared, geometry, slot)) for slot in range(6))
         return unclean + sum(map(any, lines))

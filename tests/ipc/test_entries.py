@@ -128,7 +128,7 @@ def test_ids_that_crowd_one_bucket_are_all_found_and_leave_no_trace(node, p, d):
     geometry = node.geometry
     crowd = (f"x-{n}" for n in range(10_000))
     ids = [id_ for id_ in crowd if key_of(id_, geometry.buckets).first == 3][:40]
-    words, moved = p._shared.words, (geometry.tag_line(3, 0) + layout.MOVED_AT) >> 3
+    words, moved = p._shared.words, (geometry.table(3, 0) + layout.MOVED_AT) >> 3
     tickets = [put(p, id_) for id_ in ids]
     elsewhere = sum(ticket.slot_index // layout.WAYS != 3 for ticket in tickets)
     assert words[moved] == elsewhere << 1 | 1

@@ -131,7 +131,7 @@ def test_damaged_index_gives_typed_errors_or_true_data(node, engines, seed, spot
         "all": (0, geometry.total),
         "rows": (layout.PAGE, geometry.run_pages_at),
         "pages": (geometry.pages(0), geometry.pages(1)),
-        "bucket": (geometry.tag_line(bucket, 0), geometry.tag_line(bucket + 1, 0)),
+        "bucket": (geometry.table(bucket, 0), geometry.table(bucket + 1, 0)),
     }[region]
     name = node.name + "-copy"
     with open(f"{SHM_DIR}/{node.name}", "rb") as file:
