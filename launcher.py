@@ -10,9 +10,9 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from pdnode import config, plan_command, plan_text, reaper
+from pdnode import config, plan_command, plan_text
 from pdnode.errors import ConfigError
-from pdnode.nursery import Nursery
+from pdnode.nursery import Nursery, restart_marked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,16 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if node_config.dry_run:
         print(plan_text.render(node_config))
         return 0
-    boot_id = secrets.token_hex(4)
-    os.environ[reaper.MARK] = boot_id
     # vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no
     # engine would find what another one has. Before the first process of the node.
     os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
-    forked = all(engine.device.forked for engine in node_config.engines)
-    nursery = Nursery() if forked else None
+    boot_id = restart_marked()
     # Only now: the node pulls in the whole of vLLM, which a plan or a refusal does not need.
+    print("pdnode: loading vLLM", file=sys.stderr, flush=True)
     from pdnode.node import run
 
+    forked = all(engine.device.forked for engine in node_config.engines)
+    nursery = Nursery() if forked else None
     run(node_config, boot_id, nursery)
 
 

@@ -1,12 +1,14 @@
 """Where CPU engines come from: one process that has vLLM imported, and forks.
 
 Importing vLLM takes most of an engine's start, and a spawned engine core and its spawned worker each
-do it anew. The nursery does it once, beside the launcher's own import, single-threaded and without
-ever running an engine; every engine's processes are forked from it, at the start and after a death.
+do it anew. The launcher does it once and forks the nursery before it has a loop or a thread of its
+own; every engine's processes are forked from that one, at the start and after a death.
 
-The preloaded libraries (vLLM asks for its allocator and OpenMP runtime by LD_PRELOAD, which counts
-only when a program starts) are known after vLLM has read its configuration, and the nursery starts
-before. What was asked for last time is therefore remembered; a wrong guess costs one more start.
+Two things count only when a program starts: the node's mark, by which the reaper knows a process,
+and LD_PRELOAD, by which vLLM puts its allocator and OpenMP runtime into CPU workers. So the launcher
+starts itself again with both, before it imports vLLM. What vLLM will ask to be preloaded is
+known when it has read its configuration; what it asked for last time is remembered, and where that
+was wrong a nursery is started as a program of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import hashlib
 import json
 import os
 import pickle
+import secrets
+import select
+import signal
 import socket
 import struct
 import subprocess
@@ -28,23 +33,83 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pdnode import default_model
+from pdnode.reaper import MARK
 
 if TYPE_CHECKING:
     from pdnode.vllm_compat import VllmConfig
 
 PRELOAD = "LD_PRELOAD"
+RESTARTED = "PDNODE_RESTARTED"
+BEFORE = "PDNODE_LD_PRELOAD_BEFORE"
+"""What the user preloads himself."""
 LEVEL = "VLLM_LOGGING_LEVEL"
 LENGTH = struct.Struct("=Q")
 CLOSE_S = 2.0
 
 
+def restart_marked() -> str:
+    """The node's boot id; on the first call, this program starts again under it and does not return."""
+    pid = str(os.getpid())
+    boot_id, _, marked_pid = os.environ.pop(RESTARTED, "").partition(" ")
+    if marked_pid == pid:
+        return boot_id
+    boot_id = secrets.token_hex(4)
+    own = os.environ.get(PRELOAD, "")
+    marks = {MARK: boot_id, RESTARTED: f"{boot_id} {pid}", BEFORE: own, PRELOAD: _remembered(own)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **marks})
+
+
+class _Fork:
+    """As much of ``subprocess.Popen`` as is needed here, for a child without a program of its own."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._pidfd = pid, os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._pidfd], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(f"pid {self._pid}", timeout_s)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            os.close(self._pidfd)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
 class Nursery:
-    """The launcher's end. ``start`` returns at once; the first ``launch`` waits for the imports."""
+    """The launcher's end. The first ``launch`` waits for the imports that are left."""
 
     def __init__(self) -> None:
+        """Forks: only while this process has no thread of its own."""
         self._lock = threading.Lock()
-        self._preload = _remembered()
-        self._start()
+        self._preload = os.environ.get(PRELOAD, "")
+        self._process: _Fork | subprocess.Popen = self._fork()
+
+    def _fork(self) -> _Fork:
+        from pdnode.nursery_process import main
+
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return _Fork(pid)
+        try:
+            self._control.close()
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in range(3):
+                os.dup2(null, fd)
+            main(theirs.detach())
+        finally:
+            os._exit(0)
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,7 +136,7 @@ class Nursery:
         self.close()
         if preload != self._preload:
             self._preload = preload
-            _remember(preload)
+            _remember(os.environ.get(BEFORE, ""), preload)
         self._start()
 
     @contextlib.contextmanager
@@ -145,9 +210,8 @@ def _memory() -> Path:
     return default_model.cache_dir() / f"preload-{environment}"
 
 
-def _remembered() -> str:
-    """What the user preloads, after what vLLM added to it; a library that is gone is not waited for."""
-    own = os.environ.get(PRELOAD, "")
+def _remembered(own: str) -> str:
+    """What vLLM made of ``own`` last time. A library that has gone since is no longer asked for."""
     with contextlib.suppress(OSError):
         before, _, after = _memory().read_text().partition("\n")
         if before == own and all(Path(library).exists() for library in after.split(":") if library):
@@ -155,12 +219,9 @@ def _remembered() -> str:
     return own
 
 
-def _remember(preload: str) -> None:
-    # A cache that cannot be written costs a second or two at each start, nothing else.
+def _remember(own: str, preload: str) -> None:
+    # A cache that cannot be written costs time at each start, nothing else.
     with contextlib.suppress(OSError):
         path = _memory()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{_before_vllm}\n{preload}")
-
-
-_before_vllm = os.environ.get(PRELOAD, "")
+        path.write_text(f"{own}\n{preload}")

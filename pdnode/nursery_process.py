@@ -1,6 +1,6 @@
-"""The nursery's own process: import vLLM, then fork an engine's processes whenever asked.
+"""The nursery's own process: import the engines' half of vLLM, then fork an engine whenever asked.
 
-    launcher --exec--> nursery --fork--> midwife --fork--> engine core --fork--> workers
+    launcher --fork--> nursery --fork--> midwife --fork--> engine core --fork--> workers
 
 The midwife is what the launcher is for a spawned engine: it hands the engine core its configuration
 over vLLM's handshake and is its parent. It costs nothing (its memory is the nursery's) and ends with
