@@ -221,6 +221,7 @@ class Node:
                 boot_id=0,
                 lease_s=self.config.lease_s,
                 fingerprint=fingerprint.of(template),
+                gpu=spec.device.kind == "gpu",
                 kv_paths=tuple(self.config.kv_path(owner, spec) for owner in self.config.engines),
                 kv_served=tuple(
                     {self.config.kv_path(spec, reader): None for reader in self.config.engines}

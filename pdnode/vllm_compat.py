@@ -160,6 +160,26 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "KVConnectorBase_V1.get_mem_pool_context",
         (),
     ),
+    # On GPUs vLLM allocates: one buffer for all layers, inside the context of the connector (here
+    # none), then views of it, [blocks, heads, tokens, content] in the order of the layout.
+    ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
+    ("vllm.v1.worker.utils", "allocate_kv_cache", ("kv_cache_config", "device", "layout")),
+    (
+        "vllm.v1.kv_cache_interface",
+        "create_kv_cache_views",
+        ("raw", "num_blocks", "layout", "kernel_block_size"),
+    ),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks",)),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.register_kv_caches",
+        ("kv_caches",),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.start_load_kv",
+        ("forward_context",),
+    ),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
         "KVConnectorBase_V1.get_num_new_matched_tokens",
