@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from ipc.index import Index
 from ipc.pool import Pool
-from pdnode import fingerprint, http_routes, rundir, selftest, status, vllm_args
+from pdnode import admission, fingerprint, http_routes, rundir, selftest, status, vllm_args
 from pdnode.config import NodeConfig
 from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
@@ -263,6 +263,9 @@ class Node:
             0
         ].cache_config.effective_attention_block_size
         self.vocab_size = front.model_config.get_vocab_size()
+        asked = self.config.frontend_args.max_num_queued_reqs
+        default = admission.default_bound(configs, self.config.index_entries)
+        admission.set_bound(front, asked, default)
 
     def _shape(self, front) -> NodeView:
         return NodeView((), front.cache_config.block_size, front.model_config.max_model_len)
