@@ -48,9 +48,7 @@ class PdConnector(KVConnectorBase_V1):
                 vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
-            self._worker = WorkerHalf(
-                settings, vllm_config.parallel_config.rank, kv_cache_config.num_blocks
-            )
+            self._worker = WorkerHalf(settings, vllm_config.parallel_config.rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
