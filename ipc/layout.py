@@ -66,7 +66,7 @@ HEADER = struct.Struct("=8Q64sQQ")
 
 CONTROL = struct.Struct("=32sIIQQ")  # engine id, role, state, boot id, restarts
 CONTROL_BOOT_AT = 40  # of the boot id within the body: validate reads this word alone
-LOAD = struct.Struct("=22Q")  # records.LOAD_FIELDS
+LOAD = struct.Struct("=23Q")  # records.LOAD_FIELDS
 REGION = struct.Struct("=64s10Q32sQ")  # RegionRecord: segment, 9 numbers, fingerprint length, ...
 
 CELL_CRC_BYTES = 8

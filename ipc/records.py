@@ -34,7 +34,7 @@ GAUGES = (
 COUNTERS = (
     "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
     "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits", "pool_tokens",
-    "pool_stored",
+    "pool_stored", "deferred",
 )  # fmt: skip
 LOAD_FIELDS = GAUGES + COUNTERS
 
@@ -44,9 +44,10 @@ class EngineRecord(NamedTuple):
 
     heartbeat_ns is CLOCK_MONOTONIC of the last `set_load`, 0 before the first. Counters go on
     across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in.
-    pool_hits: requests that took blocks from the KV pool; pool_tokens: how many tokens those saved;
-    pool_stored: blocks put in. pins and index_entries are what is held now: finished prompts kept for
-    a reader, and entries in this engine's table.
+    deferred: prompts that had to wait because finished ones held too many blocks. pool_hits: requests
+    that took blocks from the KV pool; pool_tokens: how many tokens those saved; pool_stored: blocks
+    put in. pins and index_entries are what is held now: finished prompts kept for a reader, and
+    entries in this engine's table.
     """
 
     slot: int
@@ -77,6 +78,7 @@ class EngineRecord(NamedTuple):
     pool_hits: int
     pool_tokens: int
     pool_stored: int
+    deferred: int
 
 
 class RegionRecord(NamedTuple):

@@ -1,7 +1,7 @@
 """What we add to vLLM's HTTP server, through its ``--middleware`` hook.
 
 ``/pd...`` routes, a key for everything but ``/health`` and the page's own files (which tell nothing
-and ask for the key), and no new work while the node stops.
+and ask for the key), no new work while the node stops, and a bound on what waits (admission).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdnode import page
+from pdnode.admission import Admission
 from pdnode.errors import BadRole
 from pdnode.exchange import Exchanges
 from pdnode.history import KEPT
@@ -40,7 +41,7 @@ class PdRoutes:
     """ASGI middleware, one per app."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app = Admission(app)
         self._keys: AuthenticationMiddleware | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

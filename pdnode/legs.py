@@ -39,6 +39,8 @@ class Counters:
     resumes: int = 0
     resume_recomputed_tokens: int = 0
     failed: int = 0
+    rejected: int = 0
+    """Refused at the door with 503 because of a bound on what may wait."""
 
 
 class Legs(FanOut):

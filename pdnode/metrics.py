@@ -84,6 +84,12 @@ def _index_fill(status: Status) -> Rows:
 FAMILIES = (
     _node("requests_total", "Requests that came to the node.", "requests"),
     _node("requests_failed_total", "Requests that ended with an error of the node's.", "failed"),
+    _node("requests_rejected_total", "Requests refused with 503 by a bound.", "rejected"),
+    _node(
+        "prefills_deferred_total",
+        "Prompts that waited because finished ones held their share of blocks.",
+        "prefills_deferred",
+    ),
     Family(
         "pdnode:single_engine_total",
         "Requests that one engine did alone, by the reason they were not split.",

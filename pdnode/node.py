@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from ipc.index import Index
 from ipc.pool import Pool
-from pdnode import fingerprint, http_routes, rundir, selftest, status, vllm_args
+from pdnode import admission, fingerprint, http_routes, rundir, selftest, status, vllm_args
 from pdnode.config import NodeConfig
 from pdnode.connector import replay
 from pdnode.connector.settings import ConnectorSettings
@@ -221,6 +221,7 @@ class Node:
                 boot_id=0,
                 lease_s=self.config.lease_s,
                 fingerprint=fingerprint.of(template),
+                gpu=spec.device.kind == "gpu",
                 kv_paths=tuple(self.config.kv_path(owner, spec) for owner in self.config.engines),
                 kv_served=tuple(
                     {self.config.kv_path(spec, reader): None for reader in self.config.engines}
@@ -262,6 +263,9 @@ class Node:
             0
         ].cache_config.effective_attention_block_size
         self.vocab_size = front.model_config.get_vocab_size()
+        asked = self.config.frontend_args.max_num_queued_reqs
+        default = admission.default_bound(configs, self.config.index_entries)
+        admission.set_bound(front, asked, default)
 
     def _shape(self, front) -> NodeView:
         return NodeView((), front.cache_config.block_size, front.model_config.max_model_len)

@@ -66,6 +66,7 @@ def node_status(node: Node) -> dict[str, Any]:
             "recomputed_prompt_tokens": counters.recomputed_prompt_tokens
             + sum(load.recomputed_tokens for load in loads),
             "load_failures": sum(load.load_failures for load in loads),
+            "prefills_deferred": sum(load.deferred for load in loads),
             "leases_expired": sum(load.leases_expired for load in loads),
             "pool_hits": sum(load.pool_hits for load in loads),
             "pool_tokens": sum(load.pool_tokens for load in loads),
@@ -73,6 +74,7 @@ def node_status(node: Node) -> dict[str, Any]:
             "resumes": counters.resumes,
             "resume_recomputed_tokens": counters.resume_recomputed_tokens,
             "failed": counters.failed,
+            "rejected": counters.rejected,
         },
     }
 

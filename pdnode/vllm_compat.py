@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import (
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TOUCHED",
     "VLLM_VERSION",
+    "AsyncLLM",
     "AuthenticationMiddleware",
     "BatchUpdate",
     "BlockPool",
@@ -61,6 +63,7 @@ __all__ = [
     "EngineCoreRequest",
     "EngineDeadError",
     "FinishReason",
+    "GracefulHTTPError",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -124,6 +127,10 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("vllm_config", "enable_log_requests", "disable_log_stats", "aggregate_engine_logging"),
     ),
     ("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", ()),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.check_admission", ("n",)),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.get_num_unfinished_requests", ()),
+    ("vllm.exceptions", "GracefulHTTPError.__init__", ("message", "http_status")),
+    ("vllm.config.scheduler", "SchedulerConfig", ("max_num_seqs", "max_num_queued_reqs")),
     (
         "vllm.v1.engine",
         "EngineCoreRequest",
@@ -159,6 +166,26 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
         "KVConnectorBase_V1.get_mem_pool_context",
         (),
+    ),
+    # On GPUs vLLM allocates: one buffer for all layers, inside the context of the connector (here
+    # none), then views of it, [blocks, heads, tokens, content] in the order of the layout.
+    ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
+    ("vllm.v1.worker.utils", "allocate_kv_cache", ("kv_cache_config", "device", "layout")),
+    (
+        "vllm.v1.kv_cache_interface",
+        "create_kv_cache_views",
+        ("raw", "num_blocks", "layout", "kernel_block_size"),
+    ),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks",)),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.register_kv_caches",
+        ("kv_caches",),
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.start_load_kv",
+        ("forward_context",),
     ),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",

@@ -66,6 +66,14 @@ def device(uuid: bytes | None = None) -> Device:
     return _device(ordinal)
 
 
+def device_of(address: int) -> Device:
+    """The GPU that holds this memory. Raises CudaCallFailed when the driver does not know it."""
+    driver.init()
+    gpu = device()
+    with gpu.use():
+        return _device(driver.pointer_attribute(driver.DEVICE_ORDINAL, address))
+
+
 def find(uuid: bytes) -> int | None:
     """The ordinal of a GPU in this process, None when it is hidden."""
     ordinals = range(driver.device_count())

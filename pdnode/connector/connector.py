@@ -48,7 +48,9 @@ class PdConnector(KVConnectorBase_V1):
                 vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
-            self._worker = WorkerHalf(settings, vllm_config.parallel_config.rank)
+            self._worker = WorkerHalf(
+                settings, vllm_config.parallel_config.rank, kv_cache_config.num_blocks
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

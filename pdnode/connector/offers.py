@@ -12,6 +12,9 @@ added: at most one block of work is not in it, and a decode step costs nothing.
 
 Pins are block references, not vLLM's "delay free": a finished request leaves vLLM at once, so an
 idle P sleeps instead of spinning until D answers, and an abort of an unknown id is harmless.
+
+What waits for a reader may hold half of the blocks, prompts under way included (:meth:`has_room`):
+while D has no room, P still has some for everything that ends on P.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from pdnode.vllm_compat import BlockPool, Request
 
 logger = init_logger(__name__)
+
+HELD_PART = 2
+"""One n-th of the blocks may be held for readers."""
 
 RUNNING_LEASE_S = 365 * 86400.0
 """A running request's entry ends with the request; only a finished one's waits for a reader."""
@@ -48,6 +54,21 @@ class Offers:
         self._pool = pool
         self._running: dict[str, Offer] = {}
         self._pins: list[tuple[Ticket, list]] = []
+        self._pinned_blocks = 0
+        self._promised: dict[str, int] = {}
+        """Running prefill legs: the blocks that each will pin."""
+
+    def has_room(self, blocks: int) -> bool:
+        """May another prompt of so many blocks start, to be held for a reader when it is done?
+
+        A prompt larger than the limit may, when nothing else is held.
+        """
+        held = self._pinned_blocks + sum(self._promised.values())
+        return not held or held + blocks <= self._pool.num_gpu_blocks // HELD_PART
+
+    def promise(self, request_id: str, blocks: int) -> None:
+        """The request, which has begun, will be held for a reader."""
+        self._promised[request_id] = blocks
 
     @property
     def pins(self) -> int:
@@ -108,9 +129,12 @@ class Offers:
         blocks = [self._pool.blocks[i] for i in block_ids]
         self._pool.touch(blocks)
         self._pins.append((offer.ticket, blocks))
+        self._pinned_blocks += len(blocks)
+        self._promised.pop(request.request_id, None)
         return True
 
     def withdraw(self, request_id: str) -> None:
+        self._promised.pop(request_id, None)
         offer = self._running.pop(request_id, None)
         if offer is not None:
             self._index.remove(offer.ticket)
@@ -126,6 +150,7 @@ class Offers:
             expired += how == "expired"
             self._index.remove(ticket)
             self._pool.free_blocks(reversed(blocks))
+            self._pinned_blocks -= len(blocks)
         self._pins = still
         if expired:
             self._expired(expired)

@@ -50,6 +50,7 @@ class SchedulerHalf:
         self._copied: dict[str, list[int]] = {}
         self._present: set[str] = set()
         self._started: set[str] = set()
+        self._deferred: dict[str, None] = {}
         self._steps = 0
         self._published: tuple[int, ...] = ()
         self._node_pool = NodePool(settings, ranks, block_size) if settings.pool_name else None
@@ -66,8 +67,13 @@ class SchedulerHalf:
 
     # --- take -------------------------------------------------------------------------------
 
-    def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond ``local_tokens`` whose KV a peer holds, to be copied in this same step."""
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``local_tokens`` whose KV a peer holds, to be copied in this same step.
+
+        None: not now, ask again in the next step.
+        """
+        if self._must_wait(request):
+            return None, False
         entry = self._find(request)
         if entry is None:
             self._matched.pop(request.request_id, None)
@@ -77,6 +83,30 @@ class SchedulerHalf:
         tokens = min(entry.tokens_ready, request.num_tokens - 1) - local_tokens
         self._matched[request.request_id] = (entry, local_tokens)
         return max(tokens, 0), False
+
+    def _must_wait(self, request: Request) -> bool:
+        """A prompt to be handed over, while finished ones that no D has room for hold their share.
+
+        In order of arrival: a long prompt must not wait for ever behind short ones that still fit.
+        """
+        request_id = request.request_id
+        if not self._is_prefill_leg(request):
+            return False
+        oldest = next(iter(self._deferred), request_id)
+        if oldest == request_id and self._offers.has_room(self._prompt_blocks(request)):
+            self._deferred.pop(request_id, None)
+            return False
+        if request_id not in self._deferred:
+            self._deferred[request_id] = None
+            self._index.add_counters(self._settings.slot, deferred=1)
+        return True
+
+    @staticmethod
+    def _is_prefill_leg(request: Request) -> bool:
+        return bool((request.kv_transfer_params or {}).get(DO_REMOTE_DECODE))
+
+    def _prompt_blocks(self, request: Request) -> int:
+        return -(-request.num_prompt_tokens // self._block_size)
 
     def _find(self, request: Request) -> Entry | None:
         params = request.kv_transfer_params or {}
@@ -89,6 +119,8 @@ class SchedulerHalf:
         self._started.add(request_id)
         entry, local_tokens = self._matched.pop(request_id, (None, request.num_computed_tokens))
         self._offers.begin(request, block_ids, local_tokens)
+        if self._is_prefill_leg(request):
+            self._offers.promise(request_id, self._prompt_blocks(request))
         if self._node_pool is not None:
             self._node_pool.allocated(request, block_ids, 0 if entry else external_tokens)
         if entry is None:
@@ -167,6 +199,7 @@ class SchedulerHalf:
         request_id = request.request_id
         self._present.discard(request_id)
         self._started.discard(request_id)
+        self._deferred.pop(request_id, None)
         self._matched.pop(request_id, None)
         copied = self._copied.pop(request_id, None)
         told = {HANDOFF: copied} if copied else {}
@@ -196,12 +229,11 @@ class SchedulerHalf:
 
     def _wanted(self, request: Request) -> bool:
         # Stopped at token 1 (EOS, stop token) or aborted: nobody will come for the KV.
-        params = request.kv_transfer_params or {}
         length_capped = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-        return bool(params.get(DO_REMOTE_DECODE)) and length_capped
+        return self._is_prefill_leg(request) and length_capped
 
     def _prompt(self, request: Request, block_ids: list[int]) -> list[int]:
-        return block_ids[: -(-request.num_prompt_tokens // self._block_size)]
+        return block_ids[: self._prompt_blocks(request)]
 
     def idle(self) -> None:
         """Every turn of vLLM's loop: let go of what peers have taken, show the load."""

@@ -28,6 +28,8 @@ class ConnectorSettings:
     fingerprint: str
     """Hex digest of all that two engines must agree on before one may read the other's KV."""
     kv_flag: str = "--kv-cache-memory-bytes"
+    gpu: bool = False
+    """The KV is in GPU memory, which vLLM allocates."""
     kv_paths: tuple[str, ...] = ()
     """How this engine reads the KV of the engine in each slot; a missing one is ``shm``."""
     kv_served: tuple[str, ...] = ()

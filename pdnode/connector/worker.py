@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ipc.errors import IpcError, StaleRead
 from ipc.index import Index
-from ipc.memory import HostRegion, zeros_in_new
 from ipc.records import KVLayout, RegionRecord
+from pdnode.connector.kv_memory import GENERATION, KvMemory, OwnMemory
 from pdnode.connector.metadata import (
     Load,
     LoadDone,
@@ -26,8 +26,8 @@ from pdnode.connector.metadata import (
     PoolLoad,
     Store,
 )
-from pdnode.connector.paths import cuda_ipc
 from pdnode.connector.paths.base import Home, KvPath
+from pdnode.connector.paths.cuda_ipc import CudaIpcPath
 from pdnode.connector.paths.serving import Server
 from pdnode.connector.paths.shm import ShmPath
 from pdnode.connector.paths.staged import StagedPath
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-PATHS: dict[str, type[KvPath]] = {
-    path.kind: path for path in (ShmPath, StagedPath, cuda_ipc.CudaIpcPath)
-}
-GENERATION = 1
-"""Of a worker's KV region: it has one in its life."""
+PATHS: dict[str, type[KvPath]] = {path.kind: path for path in (ShmPath, StagedPath, CudaIpcPath)}
 LOOK_S = 0.5
 """How often peers are looked after, also by an engine that has nothing to do."""
 
 
-def layout_of(kv_caches: dict[str, torch.Tensor], base_address: int) -> KVLayout:
+def layout_of(
+    kv_caches: dict[str, torch.Tensor], base_address: int, num_blocks: int | None = None
+) -> KVLayout:
     """The strides of vLLM's views ``[blocks, ...page]`` (one per layer) over the one KV buffer.
 
-    Raises ValueError for a model whose layers are not equally spaced pages of one size: such a cache
-    has no single layout (sliding-window hybrids, MLA beside full attention).
+    ``num_blocks``: of the scheduler, whose numbers requests carry; the views may have a multiple of
+    it, where a kernel wants smaller blocks. Raises ValueError for a model whose layers are not
+    equally spaced pages of one size: such a cache has no single layout (sliding-window hybrids, MLA
+    beside full attention).
     """
     views = sorted(kv_caches.values(), key=lambda t: t.data_ptr())
     first = views[0]
@@ -62,27 +62,49 @@ def layout_of(kv_caches: dict[str, torch.Tensor], base_address: int) -> KVLayout
         (v.shape[0], v.stride(0) * v.element_size(), v[0].numel() * v.element_size()) for v in views
     }
     gaps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(views)}
-    if len(strides) != 1 or len(gaps) > 1 or not all(v[0].is_contiguous() for v in views):
+    if len(strides) != 1 or len(gaps) > 1 or not all(_is_dense(v[0]) for v in views):
         raise ValueError(
             f"the KV cache of this model has {len(strides)} page shapes and {len(gaps)} layer "
             "distances; pdnode hands over caches with one of each"
         )
+    block_stride_bytes = first.stride(0) * first.element_size()
+    num_blocks = num_blocks or first.shape[0]
+    parts = first.shape[0] // num_blocks
+    if parts * num_blocks != first.shape[0] or (parts > 1 and block_stride_bytes != page_bytes):
+        raise ValueError(
+            f"the KV cache has {first.shape[0]} pages of {page_bytes} bytes, {block_stride_bytes} "
+            f"apart, for {num_blocks} blocks: a block is not one piece in each layer"
+        )
+    page_bytes *= parts
     return KVLayout(
-        num_blocks=first.shape[0],
+        num_blocks=num_blocks,
         num_layers=len(views),
         page_bytes=page_bytes,
-        block_stride_bytes=first.stride(0) * first.element_size(),
+        block_stride_bytes=block_stride_bytes * parts,
         layer_stride_bytes=gaps.pop() if gaps else page_bytes,
         base_offset_bytes=first.data_ptr() - base_address,
     )
 
 
+def _is_dense(page: torch.Tensor) -> bool:
+    """No gaps, in whatever order the axes lie: heads before tokens, or tokens before heads."""
+    span = 1
+    for stride, size in sorted(zip(page.stride(), page.shape, strict=True)):
+        if size > 1 and stride != span:
+            return False
+        span *= size
+    return True
+
+
 class WorkerHalf:
-    def __init__(self, settings: ConnectorSettings, rank: int) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: ConnectorSettings, rank: int, num_blocks: int | None = None
+    ) -> None:
+        self._settings, self._num_blocks = settings, num_blocks
         self._rank = rank
         self._index = Index.attach(settings.index_name, me=settings.slot)
-        self._region: HostRegion | cuda_ipc.CudaRegion | None = None
+        self._memory = KvMemory(settings, rank)
+        self._region: OwnMemory | None = None
         self._home: Home | None = None
         self._paths: dict[str, KvPath] = {}
         # Between loads, a thread lets go of peers that are gone.
@@ -95,31 +117,17 @@ class WorkerHalf:
 
     # --- own memory ---------------------------------------------------------------------------
 
-    def kv_memory(self) -> AbstractContextManager:
-        """Around vLLM's one KV allocation: the buffer is our segment from its first byte."""
-        return zeros_in_new(self._make_region)
-
-    def _make_region(self, nbytes: int) -> HostRegion | cuda_ipc.CudaRegion:
-        name = f"{self._settings.segment_prefix}.{self._settings.boot_id:016x}.kv{self._rank}"
-        on_gpu = cuda_ipc.CudaIpcPath.kind in self._settings.kv_served
-        create = cuda_ipc.CudaRegion.create if on_gpu else HostRegion.create
-        self._region = create(
-            name,
-            nbytes,
-            flag=self._settings.kv_flag,
-            boot_id=self._settings.boot_id,
-            generation=GENERATION,
-            fingerprint=bytes.fromhex(self._settings.fingerprint),
-        )
-        return self._region
+    def kv_memory(self) -> AbstractContextManager | None:
+        """Around vLLM's one KV allocation: on CPU its buffer is our segment from its first byte."""
+        return self._memory.context()
 
     def publish(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._region is not None, "the KV cache was allocated outside get_mem_pool_context()"
-        layout = layout_of(kv_caches, self._region.address)
+        self._region = self._memory.region(kv_caches)
+        layout = layout_of(kv_caches, self._region.address, self._num_blocks)
         layout.validate(self._region.nbytes)
         self._home = Home(self._settings, self._rank, self._index, self._region, layout)
         if StagedPath.kind in self._settings.kv_served:
-            self._server = Server(self._settings, self._region.name, self._region, layout)
+            self._server = Server(self._home, self._region.name)
         if self._settings.pool_name:
             self._pool = PoolWorker(self._home)
         threading.Thread(target=self._look_after_peers, name="pdnode-peers", daemon=True).start()

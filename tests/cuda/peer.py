@@ -180,6 +180,44 @@ class Peer:
             best = max(best, self.copy(strips, src, dst) / (time.perf_counter() - begin))
         return best
 
+    def seconds(self, command, arguments) -> float:
+        begin = time.perf_counter()
+        getattr(self, command)(**arguments)
+        return time.perf_counter() - begin
+
+    def host_speed(self, label, nbytes, to_host, repeats) -> float:
+        """Bytes a second between a region and pinned host memory, the best of some."""
+        region, copier, gpu = self._regions[label], self._back.copier, self._back.gpu
+        made = CopyPlan((Strip(0, 0, nbytes, 1, 0, 0),), nbytes, nbytes, nbytes)
+        with gpu.use():
+            host = self._back.driver.host_alloc(nbytes)
+        pair = (region, host) if to_host else (host, region)
+        sizes = {"src_nbytes": nbytes, "dst_nbytes": nbytes}
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            copier.copy(made, *pair, **sizes)
+            times.append(time.perf_counter() - begin)
+        with gpu.use():
+            self._back.driver.host_free(host)
+        return nbytes / min(times)
+
+    def torch_speed(self, page_bytes, ids, places, repeats) -> list[float]:
+        """Bytes a second of torch in one process: rows gathered and put, and one piece. bfloat16."""
+        import torch
+
+        rows = torch.ones(max(ids + places) + 1, page_bytes // 2, dtype=torch.bfloat16).cuda()
+        target = torch.zeros_like(rows)
+        src, dst = torch.tensor(ids).cuda(), torch.tensor(places).cuda()
+        whole = rows[: len(ids)]
+        return [
+            len(ids) * page_bytes / _best(torch, work, repeats)
+            for work in (
+                lambda: target.index_copy_(0, dst, rows.index_select(0, src)),
+                lambda: target[: len(ids)].copy_(whole),
+            )
+        ]
+
     def calibrate(self, src, piece_bytes) -> str:
         return self._back.copier.calibrate(self._regions[src], piece_bytes).as_text()
 
@@ -187,6 +225,16 @@ class Peer:
         for region in self._regions.values():
             region.close()
         self._regions.clear()
+
+
+def _best(torch, work, repeats) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def main() -> None:

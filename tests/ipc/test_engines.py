@@ -32,10 +32,10 @@ def test_load_line_keeps_what_is_not_named_and_moves_the_heartbeat(node, engines
 
 
 def test_counters_go_on_after_a_restart_of_the_engine(node, engines):
-    engines[1].add_counters(1, pins=2, handoff_bytes=10**12)
+    engines[1].add_counters(1, deferred=2, handoff_bytes=10**12)
     restarted = Index.attach(node.name, me=1)
-    restarted.add_counters(1, pins=1)
-    assert (node.engine(1).pins, node.engine(1).handoff_bytes) == (3, 10**12)
+    restarted.add_counters(1, deferred=1)
+    assert (node.engine(1).deferred, node.engine(1).handoff_bytes) == (3, 10**12)
     restarted.close()
 
 

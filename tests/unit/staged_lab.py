@@ -78,7 +78,7 @@ class Half:
 
     def serve(self) -> Server:
         self.bytes[:] = np.random.default_rng(0).integers(0, 256, self.region.nbytes, np.uint8)
-        return Server(self.settings, self.region.name, self.region, self.layout)
+        return Server(self.home, self.region.name)
 
     def offer(self, name: str, blocks: list[int]):
         return self.index.insert(

@@ -10,16 +10,13 @@ from typing import ClassVar
 
 from ipc.copy import plan
 from ipc.cuda.copy import CudaCopier
-from ipc.cuda.device import Device, device
+from ipc.cuda.device import Device, device_of
 from ipc.cuda.memory import CudaRegion, close_dead
 from ipc.errors import PeerGone
 from ipc.records import KVLayout
 from pdnode.connector.metadata import Load
 from pdnode.connector.paths.base import Home, KvPath
-
-COPY_S = 30.0
-"""A copy that takes longer is a fault of the machine: the load fails, its pages stay mapped."""
-DRAIN_S = 1.0
+from pdnode.connector.paths.movers import COPY_S, DRAIN_S, engine_stream
 
 
 class MappedRegion:
@@ -41,7 +38,7 @@ class CudaIpcPath(KvPath):
 
     def __init__(self, home: Home) -> None:
         super().__init__(home)
-        self._device: Device = device()
+        self._device: Device = device_of(home.region.address)
         self._copier = CudaCopier(self._device)
 
     def _open(self, owner: int, boot_id: int) -> MappedRegion:
@@ -60,7 +57,9 @@ class CudaIpcPath(KvPath):
 
     def _copy(self, load: Load, peer: MappedRegion) -> int:
         pieces = plan(peer.layout, self._home.layout, load.src_blocks, load.dst_blocks)
-        return self._copier.copy(pieces, peer.region, self._home.region, timeout_s=COPY_S)
+        return self._copier.copy(
+            pieces, peer.region, self._home.region, after=engine_stream(), timeout_s=COPY_S
+        )
 
     def _gone(self, owner: int, boot_id: int, peer: MappedRegion) -> bool:
         # At once: a GPU's memory stays allocated for as long as anybody maps it.

@@ -18,14 +18,15 @@ from contextlib import suppress
 
 import torch
 
-from ipc.copy import HostCopier, Span, Strip, plan
+from ipc.copy import Strip, plan
 from ipc.errors import IpcError, PipeError, WaitTimeout
 from ipc.index import Index
 from ipc.pipe import RECEIVE, SEND, KVPipe
-from ipc.records import Entry, KVLayout
+from ipc.records import Entry
 from pdnode.connector.paths import wire
+from pdnode.connector.paths.base import Home
+from pdnode.connector.paths.movers import mover
 from pdnode.connector.paths.staged import door_of, knock
-from pdnode.connector.settings import ConnectorSettings
 from pdnode.kvpath import CHUNK_BYTES
 from pdnode.vllm_compat import init_logger
 
@@ -48,12 +49,17 @@ Frame = tuple[torch.Tensor | None, Entry | None]
 class Source:
     """This worker's KV, as readers may have it."""
 
-    def __init__(self, settings: ConnectorSettings, region: Span, layout: KVLayout) -> None:
+    def __init__(self, home: Home) -> None:
+        settings = home.settings
         self._slot, self._boot_id = settings.slot, settings.boot_id
         # A view of its own: the worker's is used by the thread that loads.
         self._index = Index.attach(settings.index_name, me=settings.slot)
-        self._region, self._layout = region, layout
-        self._copier = HostCopier()
+        self._region, self._layout = home.region, home.layout
+        self._mover = mover(home)
+
+    def buffer(self) -> torch.Tensor:
+        """Room for one chunk."""
+        return self._mover.buffer(max(CHUNK_BYTES, self._layout.page_bytes))
 
     def frames(self, request: wire.Request, buffer: torch.Tensor) -> Iterator[Frame]:
         """The answer to a request. A chunk lies in the KV itself, or in ``buffer`` until the next one
@@ -101,9 +107,10 @@ class Source:
         packed = cut.packed(self._layout.page_bytes)
         part = cut.part_of(self._layout)
         pieces = plan(part, packed, cut.of(request.blocks), range(cut.count))
-        if len(pieces.strips) == 1 and pieces.strips[0].rows == 1:
+        one_piece = len(pieces.strips) == 1 and pieces.strips[0].rows == 1
+        if one_piece and self._mover.in_host_memory:
             return self._in_place(pieces.strips[0])
-        self._copier.copy(pieces, self._region, buffer.data_ptr(), dst_nbytes=buffer.numel())
+        self._mover.out(pieces, self._region, buffer)
         return buffer[: packed.extent_bytes]
 
     def _in_place(self, strip: Strip) -> torch.Tensor:
@@ -114,21 +121,21 @@ class Source:
 
     def close(self) -> None:
         self._index.close()
+        self._mover.close()
 
 
 class Line:
     """The owner's end of one reader's connection, and the answer it is in the middle of."""
 
-    def __init__(self, name: str, source: Source, buffer_bytes: int) -> None:
+    def __init__(self, name: str, source: Source) -> None:
         """Raises IpcError."""
-        self._source = source
+        self._source, self._buffer = source, source.buffer()
         self._requests = KVPipe.attach(f"{name}q", end=RECEIVE)
         try:
             self._data = KVPipe.attach(f"{name}d", end=SEND)
         except IpcError:
             self._requests.close()
             raise
-        self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
         self._frames: Iterator[Frame] = iter([(None, None)])  # the greeting
         self._moved_s = time.monotonic()
         self._take_next()
@@ -181,12 +188,9 @@ class Line:
 class Server:
     """The thread. ``segment``: name of the KV region whose readers it serves."""
 
-    def __init__(
-        self, settings: ConnectorSettings, segment: str, region: Span, layout: KVLayout
-    ) -> None:
-        self._source = Source(settings, region, layout)
-        self._buffer_bytes = max(CHUNK_BYTES, layout.page_bytes)
-        self._names = settings.index_name.removesuffix("index")
+    def __init__(self, home: Home, segment: str) -> None:
+        self._source = Source(home)
+        self._names = home.settings.index_name.removesuffix("index")
         self._door = door_of(segment)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -256,6 +260,6 @@ class Server:
         try:
             if not name.startswith(self._names):
                 raise PipeError(f"{name!r} is not a name of this node")
-            self._lines.append(Line(name, self._source, self._buffer_bytes))
+            self._lines.append(Line(name, self._source))
         except IpcError as error:
             logger.warning("no connection for a reader of this KV: %s", error)

@@ -22,14 +22,15 @@ from typing import ClassVar
 
 import torch
 
-from ipc.copy import HostCopier, plan
+from ipc.copy import plan
 from ipc.errors import CopyRefused, IpcError, PeerGone, PipeError, StaleRead, WaitTimeout
 from ipc.pipe import RECEIVE, SEND, KVPipe
 from ipc.records import KVLayout
 from pdnode.connector.metadata import Load
 from pdnode.connector.paths import wire
 from pdnode.connector.paths.base import Home, KvPath
-from pdnode.kvpath import PIPE_SLOT_BYTES, PIPE_SLOTS
+from pdnode.connector.paths.movers import mover
+from pdnode.kvpath import CHUNK_BYTES, PIPE_SLOT_BYTES, PIPE_SLOTS
 
 SILENCE_S = 5.0
 REST_S = 10.0
@@ -74,17 +75,19 @@ class Connection:
             raise error(f"no KV of transfer {load.entry.transfer_id}: {reason}")
         return answer
 
-    def chunk(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes]. Raises StaleRead when the owner gave the entry up meanwhile."""
-        tensor = self._receive()
+    def chunk(self, out: torch.Tensor) -> torch.Tensor:
+        """Fills ``out``, uint8 [bytes of the chunk].
+
+        Raises StaleRead when the owner gave the entry up meanwhile, TensorUnsupported when what it
+        sends is no such chunk.
+        """
+        tensor = self._receive(out)
         if tensor is None:
             raise StaleRead("the owner gave the blocks up while it was sending them")
-        if tensor.dtype != torch.uint8 or tensor.numel() != nbytes:
-            raise PipeError(f"a chunk of {tensor.numel()} {tensor.dtype}, expected {nbytes} bytes")
         return tensor
 
-    def _receive(self) -> torch.Tensor | None:
-        return self._data.recv_tensor(SILENCE_S)
+    def _receive(self, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._data.recv_tensor(SILENCE_S, out=out)
 
     def close(self) -> None:
         self._requests.close()
@@ -96,7 +99,8 @@ class StagedPath(KvPath):
 
     def __init__(self, home: Home) -> None:
         super().__init__(home)
-        self._copier = HostCopier()
+        self._mover = mover(home)
+        self._buffer = self._mover.buffer(max(CHUNK_BYTES, home.layout.page_bytes))
         self._resting: dict[int, float] = {}
 
     def _open(self, owner: int, boot_id: int) -> Connection:
@@ -132,12 +136,14 @@ class StagedPath(KvPath):
 
     def _scatter(self, load: Load, cut: wire.Chunk, peer: Connection) -> int:
         packed = cut.packed(self._home.layout.page_bytes)
-        tensor = peer.chunk(packed.extent_bytes)
+        chunk = peer.chunk(self._buffer[: packed.extent_bytes])
         own = cut.part_of(self._home.layout)
         pieces = plan(packed, own, range(cut.count), cut.of(load.dst_blocks))
-        return self._copier.copy(
-            pieces, tensor.data_ptr(), self._home.region, src_nbytes=tensor.numel()
-        )
+        return self._mover.into(pieces, chunk, self._home.region)
+
+    def close(self) -> None:
+        super().close()
+        self._mover.close()
 
     def _gone(self, owner: int, boot_id: int, peer: Connection) -> bool:
         return not self._home.is_alive(owner, boot_id)
