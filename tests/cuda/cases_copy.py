@@ -113,7 +113,11 @@ def copy_begins_after_the_stream_it_is_told():
             engine = driver.stream_create()
             for _ in range(20):
                 driver.mem_zero(b.address, NBYTES, engine)
+            zeroed = driver.event_create()
+            driver.event_record(zeroed, engine)
         assert copier.copy(WHOLE, a, b, after=engine) == NBYTES
+        with b.device.use():
+            assert driver.event_done(zeroed)
         assert (read(b) == noise(1)).all()
         assert copier.copy(WHOLE, b, a, after=0) == NBYTES
         assert copier.close(1)
