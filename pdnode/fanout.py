@@ -26,6 +26,8 @@ def _concatenated(results: list[list]) -> list:
 class FanOut:
     def __init__(self, engines: list[Engine]) -> None:
         self._engines = engines
+        self.told_to_abort = False
+        """The operator paused the engines, or put them to sleep: they end what they run."""
 
     async def _all(self, method: str, *args: Any, merge: Callable[[list], Any] = _first) -> Any:
         ready = [e for e in self._engines if e.state is EngineState.READY]
@@ -44,10 +46,12 @@ class FanOut:
         return await self._all("get_supported_tasks_async")
 
     async def pause_scheduler_async(self, mode="abort", clear_cache: bool = True) -> None:
+        self.told_to_abort = mode == "abort"
         await self._all("pause_scheduler_async", mode, clear_cache)
 
     async def resume_scheduler_async(self) -> None:
         await self._all("resume_scheduler_async")
+        self.told_to_abort = False
 
     async def is_scheduler_paused_async(self) -> bool:
         return await self._all("is_scheduler_paused_async", merge=all)
@@ -70,13 +74,16 @@ class FanOut:
         await self._all("reset_encoder_cache_async")
 
     async def sleep_async(self, level: int = 1, mode="abort") -> None:
+        self.told_to_abort = mode == "abort"
         await self._all("sleep_async", level, mode)
 
     async def release_kv_cache_memory_async(self) -> None:
         await self._all("release_kv_cache_memory_async")
 
     async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        return await self._all("wake_up_async", tags, merge=all)
+        woken = await self._all("wake_up_async", tags, merge=all)
+        self.told_to_abort = False
+        return woken
 
     async def is_sleeping_async(self) -> bool:
         return await self._all("is_sleeping_async", merge=all)

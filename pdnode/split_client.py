@@ -24,6 +24,7 @@ from pdnode.vllm_compat import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
+    FinishReason,
     init_logger,
 )
 
@@ -163,6 +164,11 @@ class SplitClient(Recovery):
             journey = self._by_leg.get(output.request_id)
             if journey is None:
                 await self._stray(engine, output)
+                continue
+            if output.finish_reason is FinishReason.ABORT and not self.told_to_abort:
+                # We did not ask: the engine's process was told to end (SIGTERM). It is as good as
+                # dead, and its requests go on elsewhere.
+                self.node.supervisor.give_up(engine, "it was told to end")
                 continue
             journey.timeline.output(output, outputs.timestamp)
             mine = await self._advance(journey, output)

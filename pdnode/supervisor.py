@@ -115,9 +115,9 @@ class Supervisor:
             try:
                 fds.append(os.pidfd_open(pid))
             except ProcessLookupError:
-                loop.call_soon(self._died, engine, "one of its processes ended")
+                loop.call_soon(self.give_up, engine, "one of its processes ended")
         for fd in fds:
-            loop.add_reader(fd, self._died, engine, "one of its processes ended")
+            loop.add_reader(fd, self.give_up, engine, "one of its processes ended")
 
     def _unwatch(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()
@@ -125,7 +125,8 @@ class Supervisor:
             loop.remove_reader(fd)
             os.close(fd)
 
-    def _died(self, engine: Engine, why: str) -> None:
+    def give_up(self, engine: Engine, why: str) -> None:
+        """What it runs goes on elsewhere, and it is started again. The first call of a life counts."""
         self._unwatch(engine)
         if engine.state is not EngineState.READY or self._closing:
             return
@@ -192,7 +193,7 @@ class Supervisor:
             await asyncio.sleep(FOLLOW_S)
             for engine in self._engines:
                 if engine.state is EngineState.READY and self._hangs(engine):
-                    self._died(
+                    self.give_up(
                         engine,
                         f"no step for --health-timeout {self._config.health_timeout_s:.0f} s",
                     )
