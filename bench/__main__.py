@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 BENCHES = {
     "chaos": "kill, stop and abort engines under load; every answer against plain vLLM's",
+    "frontend": "pdnode's front end beside vLLM's own, over fake engine cores",
     "ipc": "the index against Redis and ZeroMQ, copies against memmove, the pipe against queues",
+    "scale": "control cost per request from 1P1D to 8P8D, over fake engine cores",
 }
 
 
@@ -15,8 +18,10 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in BENCHES:
         print("python -m bench NAME [options]\n", file=sys.stderr)
         for name, what in BENCHES.items():
-            print(f"  {name:<10} {what}", file=sys.stderr)
+            print(f"  {name:<14} {what}", file=sys.stderr)
         return 2
+    # What vLLM says while it is imported is not a finding.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return importlib.import_module(f"bench.{argv[0]}").main(argv[1:])
 
 
