@@ -12,6 +12,7 @@ A split request's first token can be made in two places (design note 0002):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def decide(params: SamplingParams, *, custom_logits_processors: bool = False) ->
     A field that vLLM adds later and this table does not know keeps the request on one engine: that
     is always right, and the reason counter shows it.
     """
-    asked = [_asks(params, field) for field in params.__struct_fields__]
+    asked = _asked(params)
     if custom_logits_processors:
         asked.append((Token1.RESAMPLE, "logits_processors"))
     for wanted in (Token1.SINGLE, Token1.RESAMPLE):
@@ -115,16 +116,23 @@ def draws_seeded(params: SamplingParams) -> bool:
 def needs_history(params: SamplingParams, *, custom_logits_processors: bool = False) -> bool:
     """Must a sampler that takes over have seen the tokens so far as its own output?"""
     return custom_logits_processors or any(
-        _asks(params, field)[0] is Token1.RESAMPLE for field in params.__struct_fields__
+        token1 is Token1.RESAMPLE for token1, _ in _asked(params)
     )
 
 
-def _asks(params: SamplingParams, field: str) -> tuple[Token1, str]:
-    if field not in RULES:
-        return Token1.SINGLE, field
-    rule = RULES[field]
-    if rule is None or not rule[1](getattr(params, field)):
-        return Token1.FORWARD, ""
-    if field == "seed" and params.temperature < GREEDY_BELOW:
-        return Token1.FORWARD, ""
-    return rule[0], field
+def _asked(params: SamplingParams) -> list[tuple[Token1, str]]:
+    """(what it asks for, field) of every field that asks for more than FORWARD, in vLLM's order."""
+    return [
+        (token1, field)
+        for field, token1, is_asking in _questions(params.__struct_fields__)
+        if is_asking(getattr(params, field))
+        and (field != "seed" or params.temperature >= GREEDY_BELOW)
+    ]
+
+
+@functools.cache
+def _questions(fields: tuple[str, ...]) -> tuple[tuple[str, Token1, Callable[[Any], bool]], ...]:
+    """Of these fields, those that can matter. Twice per request, so it is worked out once."""
+    unknown = (Token1.SINGLE, lambda _: True)
+    rules = ((field, RULES.get(field, unknown)) for field in fields)
+    return tuple((field, *rule) for field, rule in rules if rule is not None)

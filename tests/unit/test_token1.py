@@ -6,6 +6,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
+from pdnode import token1
 from pdnode.token1 import RULES, Token1, decide
 
 FORWARD, RESAMPLE, SINGLE = Token1.FORWARD, Token1.RESAMPLE, Token1.SINGLE
@@ -105,4 +106,6 @@ def test_model_wide_logits_processors_resample():
 
 def test_an_unknown_field_keeps_the_request_whole(monkeypatch):
     monkeypatch.delitem(RULES, "top_k")
+    # As in a process that starts with a vLLM that has one field more.
+    monkeypatch.setattr(token1, "_questions", token1._questions.__wrapped__)
     assert decide(SamplingParams(max_tokens=5)) == (SINGLE, "top_k")
