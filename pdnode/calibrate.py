@@ -26,6 +26,7 @@ TOKENS = 24
 STREAMS = (2, 4, 8)
 MODEL_ROOM = 64
 """Tokens of the context left for the answer."""
+LOW_IDS = 250
 SELF_TEST_BLOCKS = 2
 TIMEOUT_S = 120.0
 
@@ -62,12 +63,16 @@ class Client:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return json.load(answer), answer.headers.get("x-request-id", "")
         except urllib.error.HTTPError as error:
-            hint = "; give its key with --api-key" if error.code == 401 else ""
-            raise PlanError(f"{self.url}{path} answered {error.code}{hint}") from error
+            why = "give its key with --api-key" if error.code == 401 else _said(error)
+            raise PlanError(f"{self.url}{path} answered {error.code}: {why}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise PlanError(
                 f"no pdnode answers at {self.url} ({error}); start it, or give --constants FILE"
             ) from error
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    return " ".join(error.read(500).decode(errors="replace").split())
 
 
 def measure(client: Client) -> Box:
@@ -121,7 +126,7 @@ def _one(client: Client, model: str, prompt_tokens: int, rng: random.Random) -> 
     body = {
         "model": model,
         # Low ids are in every vocabulary; drawn anew, so that no prefix cache knows them.
-        "prompt": [rng.randrange(10, 1000) for _ in range(prompt_tokens)],
+        "prompt": [rng.randrange(10, LOW_IDS) for _ in range(prompt_tokens)],
         "max_tokens": TOKENS,
         "temperature": 0,
         "ignore_eos": True,
