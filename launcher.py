@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ from pdnode.nursery import Nursery, restart_marked
 
 def main(argv: Sequence[str] | None = None) -> int:
     _quiet_terminal()
+    if argv is None:
+        # Until the node has handlers of its own, Ctrl-C ends us without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         return plan_command.main(argv[1:])

@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ipc.segment import sweep
+from pdnode.connector import generators
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
 from pdnode.reaper import private_segments, record_segments, unlink_all
+from pdnode.rundir import make_private
 from pdnode.vllm_compat import (
+    EngineDeadError,
     KVTransferConfig,
     VllmConfig,
     connect_engine_core,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from pdnode.vllm_compat import AsyncMPClient
 
 LOG_TAIL_LINES = 20
+KILL_S = 5.0
+"""For the kernel to end a process that was sent SIGKILL."""
 LOG_LEVEL_VARIABLE = "PDNODE_ENGINE_LOGGING_LEVEL"
 """What the launcher found in VLLM_LOGGING_LEVEL, or nothing: its own terminal is quieter than that."""
 
@@ -172,7 +177,26 @@ class Engine:
             *(private_segments(process.pid) for process in self.processes())
         )
         record_segments(self._run_dir, self.engine_id, self._private_segments)
+        make_private(self._run_dir)
         self.state = EngineState.READY
+
+    async def prepare(self) -> None:
+        """On the loop, when ``start`` is done. Raises EngineFailed."""
+        if not self._keeps_generator_states:
+            return
+        try:
+            await self.client.collective_rpc_async(generators.METHOD)
+        except EngineDeadError as error:
+            self.state = EngineState.FAILED
+            raise EngineFailed(
+                f"{self.engine_id} ended right after its start; its last lines, from "
+                f"{self.log_path}:\n{self.log_tail()}"
+            ) from error
+
+    @property
+    def _keeps_generator_states(self) -> bool:
+        extension = self._template.parallel_config.worker_extension_cls
+        return self.spec.device.kind == "cpu" and extension == generators.PATH
 
     def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
         """The process exists when this returns; leaving ``stack`` waits until it has started."""
@@ -210,8 +234,8 @@ class Engine:
         for process in processes[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-        self.kill(alive)
+        wait_until(lambda: not any(map(runs, processes)), timeout_s)
+        self.kill(processes)
         self.forget_memory()
 
     def kill(self, processes: list[psutil.Process] | None = None) -> None:
@@ -220,7 +244,7 @@ class Engine:
         for process in targets:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(targets, timeout=5)
+        wait_until(lambda: not any(map(runs, targets)), KILL_S, step_s=0.005)
 
     def forget_memory(self) -> None:
         """Unlink what the last life left in shared memory; nobody copies from it any more."""
@@ -296,6 +320,14 @@ class Engine:
         self.requests -= 1
         if not answered:
             self.queued_tokens -= prompt_tokens
+
+
+def runs(process: psutil.Process) -> bool:
+    """A zombie does not: its memory is free, and whoever inherited it may take seconds to reap it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, step_s: float = 0.05) -> bool:

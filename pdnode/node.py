@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from ipc.index import Index
 from ipc.pool import Pool
 from pdnode import admission, fingerprint, http_routes, rundir, selftest, status, vllm_args
 from pdnode.config import NodeConfig
-from pdnode.connector import replay
+from pdnode.connector import generators, replay
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.engine import Engine, EngineState, kv_transfer_config
 from pdnode.errors import BadRole, EngineFailed, NodeStartError, PdNodeError
@@ -115,6 +116,8 @@ class Node:
         args.middleware = [*args.middleware, http_routes.MIDDLEWARE]
         address, sock = self._listen()
         self._run_dir = rundir.RunDir(self.boot_id)
+        # vLLM's own sockets would lie in /tmp, where a killed engine leaves them.
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._run_dir.path)
         try:
             starting = asyncio.ensure_future(self._start())
             stopping = asyncio.ensure_future(self._stop.wait())
@@ -210,6 +213,7 @@ class Node:
             if self.config.trace_path is not None:
                 args.enable_logging_iteration_details = True  # when an engine's steps were
             args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
+            args.worker_extension_cls = args.worker_extension_cls or generators.PATH
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
             template = engine_config(args, connector)
             settings = ConnectorSettings(
@@ -332,8 +336,12 @@ class Node:
     def _stop_now(self) -> None:
         self.http_server.force_exit = True
         self.http_server.should_exit = True
+        self.supervisor.stop_replacing()
+        # Its lifespan task is cancelled, which uvicorn reports with a traceback.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        loop = asyncio.get_running_loop()
         for engine in self.engines:
-            engine.kill()
+            loop.run_in_executor(None, engine.kill)
 
     # --- down ----------------------------------------------------------------------------------------
 

@@ -116,11 +116,16 @@ class Nursery:
         level = os.environ.get("PDNODE_ENGINE_LOGGING_LEVEL", "INFO")
         code = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from pdnode.nursery_process import main; main(int(sys.argv[2]))"
+            "from pdnode.nursery_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
         )
+        # The signal follows the thread that started it, and this one lives as long as the launcher.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps(sys.path), str(theirs.fileno())],
+                [
+                    *(sys.executable, "-c", code, json.dumps(sys.path)),
+                    *(str(theirs.fileno()), str(parent)),
+                ],
                 env={**os.environ, LEVEL: level, PRELOAD: self._preload},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

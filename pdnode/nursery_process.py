@@ -11,6 +11,7 @@ would wait for threads that it does not have.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import pickle
@@ -21,8 +22,13 @@ from typing import Any
 
 from pdnode.nursery import receive, send
 
+PR_SET_PDEATHSIG = 1
 
-def main(control_fd: int) -> None:
+
+def main(control_fd: int, parent: int) -> None:
+    """``parent``: the launcher's pid if this process is to end with it at once, else 0."""
+    if parent:
+        _end_with(parent)
     # The launcher gets a terminal's Ctrl-C too, and ends its engines in order.
     _deaf()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps midwives
@@ -36,6 +42,14 @@ def main(control_fd: int) -> None:
                 control.close()
                 _midwife(socket.socket(fileno=fds[0]))
             os.close(fds[0])
+
+
+def _end_with(parent: int) -> None:
+    """The imports take seconds, in which nobody looks whether the launcher is still there. The
+    launcher's reaper does, and is started after us."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _deaf() -> None:

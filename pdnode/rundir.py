@@ -6,6 +6,7 @@ as it lives: whoever gets the lock of a directory knows that its node is gone an
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -93,6 +94,13 @@ def _new_log_dir(base: Path, boot_id: str) -> Path:
     path = logs / boot_id
     path.mkdir(mode=0o700)
     return path
+
+
+def make_private(run_dir: Path) -> None:
+    """Mode 600 for every file and socket: a second lock behind the directory's 700."""
+    for path in run_dir.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            path.chmod(0o600)
 
 
 def sweep_dead() -> list[str]:

@@ -78,6 +78,7 @@ class Supervisor:
             for gpu in engine.spec.device.exclusive_while_starting():
                 await stack.enter_async_context(self._starting.setdefault(gpu, asyncio.Lock()))
             await asyncio.to_thread(engine.start)
+            await engine.prepare()
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
 
@@ -226,8 +227,12 @@ class Supervisor:
         if not task.cancelled() and task.exception() is not None:
             self._progress.line(f"supervision failed: {task.exception()!r}")
 
-    async def close(self) -> None:
+    def stop_replacing(self) -> None:
+        """Engines that end from now on are meant to."""
         self._closing = True
+
+    async def close(self) -> None:
+        self.stop_replacing()
         for engine in self._engines:
             self._unwatch(engine)
         for task in [*self._tasks]:

@@ -268,6 +268,11 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "KVConnectorBase_V1.wait_for_save",
         (),
     ),
+    ("vllm.config.parallel", "ParallelConfig", ("worker_extension_cls",)),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.collective_rpc_async", ("method",)),
+    # Of a worker, by generators.WorkerExtension: model_runner.input_batch.generators.
+    ("vllm.v1.sample.metadata", "SamplingMetadata", ("generators",)),
+    ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),
     ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ()),
