@@ -273,6 +273,8 @@ def main(argv: list[str]) -> int:
             Path(folder, "node.log"),
             *ENGINE_ARGS,
             *("--health-timeout", str(options.health_timeout)),
+            # On an idle node most requests would stay on D, and a killed P would hit nobody.
+            *("--split", "always"),
             prefill=options.prefill,
             decode=options.decode,
         )

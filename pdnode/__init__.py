@@ -16,8 +16,8 @@ The life of a request (prefill-first):
 11. D decodes to the end                             journey.Journey.on_output
 
 Around it: config (argv -> NodeConfig), node (up, serve, down), engine (one engine core's life),
-nursery (where CPU engines are forked from), rundir and reaper (nothing stays behind), selftest,
-status (what the node looks like from outside).
+nursery (where CPU engines are forked from), rundir and reaper (nothing stays behind), selftest, warmup
+and meter (how fast the engines are), status (what the node looks like from outside).
 
 Imports go one way: launcher -> pdnode -> ipc.
 """

@@ -261,6 +261,11 @@ class Engine:
     # --- facts ------------------------------------------------------------------------------------
 
     @property
+    def max_batched_tokens(self) -> int:
+        """Of prompts, in one pass."""
+        return self.vllm_config.scheduler_config.max_num_batched_tokens
+
+    @property
     def pid(self) -> int | None:
         if self._manager is None or not self._manager.processes:
             return None

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any
 
 from pdnode.connector.replay import FORCED_TOKENS
+from pdnode.meter import Work
 from pdnode.placement import Plan
 from pdnode.timeline import Timeline
 from pdnode.token1 import Token1
@@ -44,6 +45,8 @@ class Leg:
     leg_id: str
     prompt_tokens: int
     answered: bool = False
+    work: Work | None = None
+    """Set when it is sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,22 @@ Shared by the life of a request (split_client) and by what happens when an engin
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ipc.errors import StaleRead
 from ipc.index import Index
+from ipc.records import EngineRecord
 from pdnode import token1
 from pdnode.engine import Engine, EngineState
+from pdnode.estimate import Estimator
 from pdnode.facts import facts_of
 from pdnode.fanout import FanOut
 from pdnode.history import History
-from pdnode.journey import Journey, Source, Stage
+from pdnode.journey import Journey, Leg, Source, Stage
+from pdnode.meter import Arrivals, Meter, Work
 from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
@@ -30,6 +35,8 @@ ABORTED_RELEASE_S = 0.2
 @dataclass(slots=True)
 class Counters:
     requests: int = 0
+    reasons: Counter = field(default_factory=Counter)
+    """Of every decision of placement, a decline and a second decision for one request included."""
     handoffs: int = 0
     handoffs_by_pair: Counter = field(default_factory=Counter)
     """By (slot of the prefill engine, slot of the decode engine)."""
@@ -62,28 +69,48 @@ class Legs(FanOut):
         self._tasks: set[asyncio.Task] = set()
         self._on_cpu = engines[0].spec.device.kind == "cpu"
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
+        self.meters = [Meter(_estimator(engine)) for engine in engines]
+        self._arrivals = Arrivals()
 
     def view(self) -> NodeView:
+        now_ms = monotonic_ms()
         return NodeView(
-            engines=tuple(
-                EngineView(
-                    slot=engine.slot,
-                    role=engine.role,
-                    ready=engine.state is EngineState.READY and not engine.draining,
-                    requests=engine.requests,
-                    queued_tokens=engine.queued_tokens,
-                )
-                for engine in self._engines
-            ),
+            engines=tuple(self._engine_view(engine, now_ms) for engine in self._engines),
             block_size=self._shape.block_size,
             max_model_len=self._shape.max_model_len,
             config=self._config.placement,
+            arrivals_per_ms=self._arrivals.per_ms(now_ms),
             turn=self.counters.requests,
         )
 
+    def _engine_view(self, engine: Engine, now_ms: float) -> EngineView:
+        meter, record = self.meters[engine.slot], self._record(engine.slot)
+        constants, block = meter.estimator.constants(), self._shape.block_size
+        known = record is not None and record.blocks_total > 0
+        return EngineView(
+            slot=engine.slot,
+            role=engine.role,
+            ready=engine.state is EngineState.READY and not engine.draining,
+            requests=engine.requests,
+            queued_tokens=engine.queued_tokens,
+            queued_ms=meter.backlog.left_ms(now_ms) if constants else None,
+            streams=meter.streams,
+            free_tokens=record.blocks_free * block if known else None,
+            constants=constants,
+        )
+
+    def _record(self, slot: int) -> EngineRecord | None:
+        """None: it was being written each time we looked."""
+        try:
+            return self._index.engine(slot)
+        except StaleRead:
+            return None
+
     def _place(self, request: EngineCoreRequest) -> Plan | Decline:
         facts = facts_of(request, self._custom_logits_processors)
+        self._arrivals.add(monotonic_ms())
         plan = place(facts, self.view())
+        self.counters.reasons[plan.reason] += 1
         if (
             isinstance(plan, Plan)
             and plan.prefill is None
@@ -109,14 +136,18 @@ class Legs(FanOut):
         engine = self._engine(leg.slot)
         self._by_leg[leg.leg_id] = journey
         engine.leg_sent(leg.prompt_tokens)
+        leg.work = _work(journey, leg)
+        self.meters[leg.slot].sent(leg.work, monotonic_ms())
         await engine.client.add_request_async(request)
 
     def _leg_over(self, journey: Journey) -> None:
         leg = journey.leg
         if leg is not None and self._by_leg.pop(leg.leg_id, None) is not None:
             self._engine(leg.slot).leg_over(leg.prompt_tokens, answered=leg.answered)
+            assert leg.work is not None
+            self.meters[leg.slot].over(leg.work, monotonic_ms(), answered=leg.answered)
 
-    def _leg_answered(self, journey: Journey) -> bool:
+    def _leg_answered(self, journey: Journey, output: EngineCoreOutput) -> bool:
         """True on the leg's first output."""
         leg = journey.leg
         assert leg is not None
@@ -124,7 +155,24 @@ class Legs(FanOut):
             return False
         leg.answered = True
         self._engine(leg.slot).leg_answered(leg.prompt_tokens)
+        self._measure(journey, leg, output)
         return True
+
+    def _measure(self, journey: Journey, leg: Leg, output: EngineCoreOutput) -> None:
+        meter, stats = self.meters[leg.slot], output.prefill_stats
+        assert leg.work is not None
+        computed = stats.num_computed_tokens if stats is not None else None
+        cached = stats.num_cached_tokens if stats is not None else 0
+        meter.answered(leg.work, computed, cached, monotonic_ms())
+        if stats is None or not stats.num_external_cached_tokens:
+            return
+        tokens, record = stats.num_external_cached_tokens, self._record(leg.slot)
+        ms = meter.copied(tokens, record) if record is not None else None
+        if ms is not None and journey.request_id in self._sinks:
+            # Before there are clients: what one engine's copy took is the best guess for the others.
+            for other in self.meters:
+                if other is not meter:
+                    other.estimator.observe_handoff(tokens, ms)
 
     def _route(self, journey: Journey, output: EngineCoreOutput | None) -> EngineCoreOutput | None:
         sink = self._sinks.get(journey.request_id)
@@ -142,6 +190,9 @@ class Legs(FanOut):
         journey.timeline.ended(stage.value, journey.deaths)
         self.history.ended(journey.timeline, journey.request)
         self._by_request.pop(journey.request_id, None)
+        if stage is Stage.DONE and journey.request_id not in self._sinks:
+            for meter in self.meters:
+                meter.estimator.observe_output(len(journey.emitted))
         still_known = leg is not None and leg.leg_id in self._by_leg
         self._leg_over(journey)
         if running and still_known:
@@ -178,3 +229,18 @@ class Legs(FanOut):
         # An abort of a finished id changes nothing in vLLM, but it wakes an idle engine, and every
         # turn of its loop looks for acknowledged hand-offs.
         await self._abort_leg(source.slot, source.transfer_id)
+
+
+def monotonic_ms() -> float:
+    return time.monotonic() * 1e3
+
+
+def _estimator(engine: Engine) -> Estimator:
+    return Estimator(chunk_tokens=engine.max_batched_tokens)
+
+
+def _work(journey: Journey, leg: Leg) -> Work:
+    estimates = journey.plan.estimates
+    computes, prompt = journey.source is None, len(journey.request.prompt_token_ids or ())
+    cached = prompt - estimates.new_tokens if computes and estimates is not None else 0
+    return Work(leg.prompt_tokens, cached, computes)

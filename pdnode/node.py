@@ -19,7 +19,16 @@ from prometheus_client import REGISTRY
 
 from ipc.index import Index
 from ipc.pool import Pool
-from pdnode import admission, fingerprint, http_routes, rundir, selftest, status, vllm_args
+from pdnode import (
+    admission,
+    fingerprint,
+    http_routes,
+    rundir,
+    selftest,
+    status,
+    vllm_args,
+    warmup,
+)
 from pdnode.config import NodeConfig
 from pdnode.connector import generators, replay
 from pdnode.connector.settings import ConnectorSettings
@@ -294,6 +303,7 @@ class Node:
                 self.progress.line(
                     f"  {prefill.engine_id} -> {decode.engine_id}  {kind}  {result.gb_per_s} GB/s"
                 )
+        await warmup.measure(self, 120.0)
         self.self_test_bytes = sum(self.index.engine(e.slot).handoff_bytes for e in self.engines)
 
     # --- serving -----------------------------------------------------------------------------------

@@ -40,17 +40,17 @@ class PairResult:
 async def test_pair(node: Node, prefill: Engine, decode: Engine, timeout_s: float) -> PairResult:
     """Raises SelfTestError; returns what the pair's copy moved and how long it took."""
     for attempt in range(TRIES):
-        prompt = _prompt(node, seed=attempt)
+        prompt = prompt_of(node, 2 * node.client.view().block_size + 3, attempt)
         before = node.index.engine(decode.slot)
         split = Plan(prefill.slot, decode.slot, Token1.FORWARD)
-        tokens, recomputed = await _run(node, split, prompt, timeout_s)
+        tokens, recomputed = await ask(node, split, prompt, timeout_s)
         after = node.index.engine(decode.slot)
         if recomputed:
             raise SelfTestError(
                 f"{decode.engine_id} computed {recomputed} of {len(prompt)} prompt tokens itself "
                 f"instead of copying them from {prefill.engine_id}; see {decode.log_path}"
             )
-        alone, _ = await _run(node, Plan(None, decode.slot, Token1.FORWARD), prompt, timeout_s)
+        alone, _ = await ask(node, Plan(None, decode.slot, Token1.FORWARD), prompt, timeout_s)
         if tokens == alone:
             return PairResult(
                 nbytes=after.handoff_bytes - before.handoff_bytes,
@@ -62,22 +62,23 @@ async def test_pair(node: Node, prefill: Engine, decode: Engine, timeout_s: floa
     )
 
 
-def _prompt(node: Node, seed: int) -> list[int]:
-    view = node.client.view()
-    length = min(2 * view.block_size + 3, view.max_model_len - TOKENS - 1)
+def prompt_of(node: Node, length: int, seed: int) -> list[int]:
+    """At most ``length`` tokens, so many that an answer still fits."""
+    length = min(length, node.client.view().max_model_len - TOKENS - 1)
     # Low ids: present in every vocabulary, and none of them ends the answer (ignore_eos).
     rng = random.Random(f"{node.boot_id}-{seed}")
     return [rng.randrange(10, min(1000, node.vocab_size)) for _ in range(length)]
 
 
-async def _run(
-    node: Node, plan: Plan, prompt: list[int], timeout_s: float
+async def ask(
+    node: Node, plan: Plan, prompt: list[int], timeout_s: float, tokens: int = TOKENS
 ) -> tuple[list[int], int]:
+    """(token ids of the answer, prompt tokens that D computed although it was to copy them)."""
     request = EngineCoreRequest(
         request_id=f"pdnode-self-test-{uuid.uuid4().hex[:8]}",
         prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -87,17 +88,17 @@ async def _run(
     )
     sink: asyncio.Queue = asyncio.Queue()
     journey = await node.client.begin(request, plan=plan, sink=sink)
-    tokens: list[int] = []
+    answer: list[int] = []
     try:
         async with asyncio.timeout(timeout_s):
             finished = False
             while not finished:
                 output = await sink.get()
-                tokens.extend(output.new_token_ids)
+                answer.extend(output.new_token_ids)
                 finished = output.finished
     except TimeoutError as error:
         raise SelfTestError(
             f"no answer to a self-test request within {timeout_s:.0f} s; raise --start-timeout if "
             "this machine is that slow"
         ) from error
-    return tokens, journey.recomputed_tokens
+    return answer, journey.recomputed_tokens

@@ -159,7 +159,7 @@ class SplitClient(Recovery):
     async def _take(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
         if self.on_step is not None:
             self.on_step(engine.slot, outputs)
-        emitted = []
+        emitted, produced = [], len(outputs.outputs)
         for output in outputs.outputs:
             journey = self._by_leg.get(output.request_id)
             if journey is None:
@@ -177,13 +177,15 @@ class SplitClient(Recovery):
         stats = outputs.scheduler_stats
         if stats is not None:
             engine.cache_seen(stats.prefix_cache_stats.queries, stats.prefix_cache_stats.hits)
+        if produced:
+            self.meters[engine.slot].stepped(produced, outputs.timestamp * 1e3)
         outputs.outputs = emitted
         outputs.engine_index = engine.slot
         if emitted or outputs.scheduler_stats is not None:
             self._outputs.put_nowait(outputs)
 
     async def _advance(self, journey: Journey, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        first = self._leg_answered(journey)
+        first = self._leg_answered(journey, output)
         if journey.stage is Stage.PREFILL:
             mine = await self._prefilled(journey, output)
         elif first and journey.stage is Stage.DECODE:

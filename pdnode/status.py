@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ def node_status(node: Node) -> dict[str, Any]:
                 "prefix_cache_hits": engine.cache_hits,
                 **{name: getattr(load, name) for name in OF_ENGINE},
                 "handoff_seconds": load.handoff_ns / 1e9,
+                "constants": _constants(node, engine.slot),
             }
             for engine, load in zip(node.engines, loads, strict=True)
         ],
         "paths": _paths(node),
         "counters": {
             "requests": counters.requests,
+            "reasons": dict(counters.reasons),
             "handoffs": counters.handoffs,
             "handoff_bytes": sum(load.handoff_bytes for load in loads) - node.self_test_bytes,
             "handoff_seconds": sum(load.handoff_ns for load in loads) / 1e9,
@@ -83,6 +86,12 @@ def failures(node: Node) -> tuple[int, int]:
     """Failed copies and expired leases since the start."""
     loads = [node.index.engine(engine.slot) for engine in node.engines]
     return sum(load.load_failures for load in loads), sum(load.leases_expired for load in loads)
+
+
+def _constants(node: Node, slot: int) -> dict[str, float] | None:
+    """What placement reckons with for this engine (estimate.Constants); None: not measured yet."""
+    constants = node.client.meters[slot].estimator.constants()
+    return asdict(constants) if constants is not None else None
 
 
 def _paths(node: Node) -> list[dict[str, Any]]:

@@ -68,7 +68,8 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 @pytest.fixture(scope="module")
 def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     log = tmp_path_factory.mktemp("node") / "node.log"
-    pool = ("--kv-pool-gib", "1")
+    # Always split: which engine computes a prompt is what these tests are about.
+    pool = ("--kv-pool-gib", "1", "--split", "always")
     node = Node(str(model), log, *ENGINE_ARGS, *pool, VLLM_SERVER_DEV_MODE="1")
     try:
         node.wait_ready()

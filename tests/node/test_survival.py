@@ -39,9 +39,9 @@ def slow_model() -> Path:
 @pytest.fixture(scope="module")
 def node(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     log = tmp_path_factory.mktemp("survival") / "node.log"
-    node = Node(
-        str(slow_model), log, *ENGINE_ARGS, "--health-timeout", "5", *CHUNKS, prefill=2, decode=2
-    )
+    # Always split: who is killed must be an engine that a request is on.
+    args = (*ENGINE_ARGS, *CHUNKS, "--split", "always", "--health-timeout", "5")
+    node = Node(str(slow_model), log, *args, prefill=2, decode=2)
     try:
         node.wait_ready()
         yield node

@@ -1,0 +1,128 @@
+"""What the front end sees of one engine's work, and what that says of its speed.
+
+    sent       a leg went there: work in the queue
+    answered   its first token came back: a prefill, or a hand-off, was that long
+    stepped    a batch of outputs came: a decode step was that long
+    over       the leg ended
+
+Lives on the front end's loop, outlives the engine's restarts. Times are milliseconds of
+CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdnode import estimate
+from pdnode.estimate import Backlog, Estimator
+
+if TYPE_CHECKING:
+    from ipc.records import EngineRecord
+
+LATELY = 64
+"""Requests whose arrival times make the present rate."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A leg as its engine's load. Tokens; ``computes`` is false for a leg that copies its prompt."""
+
+    tokens: int
+    cached: int = 0
+    computes: bool = True
+    ms: float = 0.0
+    """What it was estimated to take when it was sent; 0 while nothing was measured."""
+    sent_ms: float = 0.0
+    streams: int = 0
+    """Of others, when it was sent."""
+    alone: bool = True
+    """No other prompt was waiting or computed on that engine while this one was."""
+
+
+@dataclass(slots=True)
+class Meter:
+    estimator: Estimator
+    backlog: Backlog = field(default_factory=Backlog)
+    streams: int = 0
+    """Requests past their first token here."""
+    waiting: list[Work] = field(default_factory=list)
+    _step: tuple[int, float] = (0, 0.0)
+    """Outputs in the last batch, and when it was made; 0 outputs: not a clean start of a step."""
+    _copies: tuple[int, int] = (0, 0)
+    """Copies into this engine and their nanoseconds, as the index counted them last."""
+
+    def sent(self, work: Work, now_ms: float) -> None:
+        constants = self.estimator.constants()
+        work.sent_ms, work.streams, work.alone = now_ms, self.streams, not self.waiting
+        for other in self.waiting:
+            other.alone = False
+        if constants is not None and work.computes:
+            new = max(1, work.tokens - work.cached)
+            work.ms = estimate.prefill_ms(constants, new, work.cached, self.streams)
+        elif constants is not None:
+            work.ms = estimate.handoff_ms(constants, work.tokens - work.cached)
+        self.waiting.append(work)
+        self.backlog.sent(work.ms, now_ms)
+        self._step = (0, 0.0)
+
+    def answered(self, work: Work, computed: int | None, cached: int, now_ms: float) -> None:
+        """``computed``, ``cached``: of its prompt, as the engine says (None: it does not)."""
+        self._done(work, now_ms)
+        self.streams += 1
+        constants = self.estimator.constants()
+        if not work.alone or not work.computes or not computed:
+            return
+        ms = now_ms - work.sent_ms - (constants.front_ms if constants else 0.0)
+        if work.streams:
+            if constants is None:
+                return
+            # It joined in the middle of a step, and every pass served the streams too.
+            passes = -(-computed // constants.chunk_tokens)
+            ms -= estimate.step_ms(constants, work.streams) / 2
+            ms -= passes * constants.decode_step_ms_per_stream * work.streams
+        self.estimator.observe_prefill(computed, cached, ms)
+
+    def over(self, work: Work, now_ms: float, *, answered: bool) -> None:
+        if answered:
+            self.streams -= 1
+        else:
+            self._done(work, now_ms)
+
+    def _done(self, work: Work, now_ms: float) -> None:
+        self.waiting.remove(work)
+        self.backlog.answered(work.ms, now_ms)
+        self._step = (0, 0.0)
+
+    def stepped(self, outputs: int, at_ms: float) -> None:
+        """A batch with ``outputs`` requests' tokens was made at ``at_ms``, after ``answered``."""
+        streams, since_ms = self._step
+        if outputs == streams and not self.waiting:
+            self.estimator.observe_decode_step(streams, at_ms - since_ms)
+        self._step = (0 if self.waiting else outputs, at_ms)
+
+    def copied(self, tokens: int, record: EngineRecord) -> float | None:
+        """A leg began that copied ``tokens`` tokens: how long that took, if it was the only one."""
+        copies, ns = record.handoffs_in, record.handoff_ns
+        before, self._copies = self._copies, (copies, ns)
+        if copies != before[0] + 1 or not tokens:
+            return None
+        ms = (ns - before[1]) / 1e6
+        self.estimator.observe_handoff(tokens, ms)
+        return ms
+
+
+class Arrivals:
+    """How often requests come, lately."""
+
+    def __init__(self) -> None:
+        self._at_ms: deque[float] = deque(maxlen=LATELY)
+
+    def add(self, now_ms: float) -> None:
+        self._at_ms.append(now_ms)
+
+    def per_ms(self, now_ms: float) -> float:
+        if len(self._at_ms) < 2:
+            return 0.0
+        return len(self._at_ms) / max(1.0, now_ms - self._at_ms[0])
