@@ -29,12 +29,13 @@ class State(enum.IntEnum):
 # Gauges and counters of the load line, in the order of memory; all unsigned 64-bit.
 GAUGES = (
     "scheduler_pid", "heartbeat_ns", "steps", "running", "waiting", "blocks_free", "blocks_total",
-    "queued_prompt_tokens", "index_entries",
+    "queued_prompt_tokens", "index_entries", "blocks_cached",
 )  # fmt: skip
 COUNTERS = (
     "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
     "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits", "pool_tokens",
-    "pool_stored", "deferred",
+    "pool_stored", "deferred", "prefix_pulls", "prefix_tokens", "prefix_bytes", "prefix_ns",
+    "prefix_failures", "blocks_evicted", "evicted_returns",
 )  # fmt: skip
 LOAD_FIELDS = GAUGES + COUNTERS
 
@@ -48,6 +49,9 @@ class EngineRecord(NamedTuple):
     that took blocks from the KV pool; pool_tokens: how many tokens those saved; pool_stored: blocks
     put in. pins and index_entries are what is held now: finished prompts kept for a reader, and
     entries in this engine's table.
+    blocks_cached: blocks whose content others may take; prefix_*: what was taken of theirs (prefix_ns:
+    time in copies); blocks_evicted: those that lost their content to another, and evicted_returns
+    those of them that were computed again later.
     """
 
     slot: int
@@ -65,6 +69,7 @@ class EngineRecord(NamedTuple):
     blocks_total: int
     queued_prompt_tokens: int
     index_entries: int
+    blocks_cached: int
     handoffs_in: int
     handoffs_out: int
     handoff_bytes: int
@@ -79,6 +84,13 @@ class EngineRecord(NamedTuple):
     pool_tokens: int
     pool_stored: int
     deferred: int
+    prefix_pulls: int
+    prefix_tokens: int
+    prefix_bytes: int
+    prefix_ns: int
+    prefix_failures: int
+    blocks_evicted: int
+    evicted_returns: int
 
 
 class RegionRecord(NamedTuple):

@@ -66,9 +66,8 @@ class FanOut:
     async def reset_prefix_cache_async(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return await self._all(
-            "reset_prefix_cache_async", reset_running_requests, reset_connector, merge=all
-        )
+        # Always with the connector: what it shows to other engines is part of the prefix cache.
+        return await self._all("reset_prefix_cache_async", reset_running_requests, True, merge=all)
 
     async def reset_encoder_cache_async(self) -> None:
         await self._all("reset_encoder_cache_async")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Any
 
 from pdnode.vllm_compat import VLLM_VERSION, VllmConfig
 
 
 def facts(config: VllmConfig) -> dict[str, Any]:
+    # Two engines with other seeds give one content two names. The digest, as the seed is a secret
+    # for hashes that are not cryptographic.
+    seed = hashlib.blake2b(os.environ.get("PYTHONHASHSEED", "").encode(), digest_size=8).digest()
     return {
         "vllm": VLLM_VERSION,
         "model": config.model_config.model,
@@ -18,6 +22,7 @@ def facts(config: VllmConfig) -> dict[str, Any]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "block_size": config.cache_config.block_size,
         "prefix_hash": str(config.cache_config.prefix_caching_hash_algo),
+        "prefix_hash_seed": seed.hex(),
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
     }
 

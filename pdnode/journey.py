@@ -19,6 +19,7 @@ from typing import Any
 from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.meter import Work
 from pdnode.placement import Plan
+from pdnode.prefixes import Chain
 from pdnode.timeline import Timeline
 from pdnode.token1 import Token1
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
@@ -64,6 +65,8 @@ class Journey:
     timeline: Timeline
     needs_history: bool = False
     """The sampler that goes on must have the tokens so far as its own output (see token1)."""
+    chain: Chain = ()
+    """The prompt's blocks, as placement knows them (prefixes)."""
     stage: Stage = Stage.PREFILL
     leg: Leg | None = None
     legs: int = 0

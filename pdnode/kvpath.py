@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pdnode.config import EngineSpec
 
 AUTO, SHM, STAGED, CUDA_IPC = "auto", "shm", "staged", "cuda-ipc"
+MAPPED = frozenset({SHM, CUDA_IPC})
+"""The reader reads the owner's memory by itself, so that nothing needs to be offered first."""
 
 PIPE_SLOTS, PIPE_SLOT_BYTES = 16, 512 << 10
 """Of the ring that a staged hand-off goes through, one per ordered pair of engines and rank."""

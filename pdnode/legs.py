@@ -23,13 +23,22 @@ from pdnode.history import History
 from pdnode.journey import Journey, Leg, Source, Stage
 from pdnode.meter import Arrivals, Meter, Work
 from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
-from pdnode.vllm_compat import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from pdnode.prefixes import Chain, Prefixes
+from pdnode.vllm_compat import (
+    BlockHasher,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+)
 
 if TYPE_CHECKING:
     from pdnode.config import NodeConfig
 
 ABORTED_RELEASE_S = 0.2
 """For a decode engine to read an abort, before its hand-off is taken back for it."""
+
+RECORDS_MS = 2.0
+"""How old what engines say of their KV room may be, for placement: less than a step of theirs."""
 
 
 @dataclass(slots=True)
@@ -42,6 +51,8 @@ class Counters:
     """By (slot of the prefill engine, slot of the decode engine)."""
     single_engine: int = 0
     single_engine_reasons: Counter = field(default_factory=Counter)
+    role_changes: Counter = field(default_factory=Counter)
+    """By who wanted it: ``asked``, or a reason of ``--roles auto``."""
     recomputed_prompt_tokens: int = 0
     resumes: int = 0
     resume_recomputed_tokens: int = 0
@@ -71,9 +82,15 @@ class Legs(FanOut):
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
         self.meters = [Meter(_estimator(engine)) for engine in engines]
         self._arrivals = Arrivals()
+        self._records: list[EngineRecord | None] = []
+        self._records_ms = float("-inf")
+        self._prefixes = Prefixes(index, _hasher(engines, view), view.block_size, len(engines))
 
     def view(self) -> NodeView:
         now_ms = monotonic_ms()
+        if now_ms - self._records_ms > RECORDS_MS:
+            self._records_ms = now_ms
+            self._records = [self._record(engine.slot) for engine in self._engines]
         return NodeView(
             engines=tuple(self._engine_view(engine, now_ms) for engine in self._engines),
             block_size=self._shape.block_size,
@@ -84,7 +101,9 @@ class Legs(FanOut):
         )
 
     def _engine_view(self, engine: Engine, now_ms: float) -> EngineView:
-        meter, record = self.meters[engine.slot], self._record(engine.slot)
+        meter, record = self.meters[engine.slot], self._records[engine.slot]
+        if record is not None:
+            meter.evictions(record, self._shape.block_size)
         constants, block = meter.estimator.constants(), self._shape.block_size
         known = record is not None and record.blocks_total > 0
         return EngineView(
@@ -96,6 +115,7 @@ class Legs(FanOut):
             queued_ms=meter.backlog.left_ms(now_ms) if constants else None,
             streams=meter.streams,
             free_tokens=record.blocks_free * block if known else None,
+            unused_tokens=_unused_blocks(record) * block if known else 0,
             constants=constants,
         )
 
@@ -106,8 +126,11 @@ class Legs(FanOut):
         except StaleRead:
             return None
 
-    def _place(self, request: EngineCoreRequest) -> Plan | Decline:
-        facts = facts_of(request, self._custom_logits_processors)
+    def _place(self, request: EngineCoreRequest, chain: Chain | None = None) -> Plan | Decline:
+        """``chain``: of the prompt, where it is known."""
+        facts = self._with_prefixes(
+            facts_of(request, self._custom_logits_processors), request, chain
+        )
         self._arrivals.add(monotonic_ms())
         plan = place(facts, self.view())
         self.counters.reasons[plan.reason] += 1
@@ -119,6 +142,19 @@ class Legs(FanOut):
             # Two legs on the one engine: the first, which computes the prompt, has no seed.
             return replace(plan, prefill=plan.decode, token1=token1.Token1.RESAMPLE)
         return plan
+
+    def _with_prefixes(
+        self, facts: Facts, request: EngineCoreRequest, chain: Chain | None
+    ) -> Facts:
+        chain = self._prefixes.chain(request) if chain is None else chain
+        held, coming = self._prefixes.find(request, chain)
+        whole = len(chain) * self._shape.block_size
+        return replace(
+            facts,
+            cached={slot: max(held.get(slot, 0), coming.get(slot, 0)) for slot in held | coming},
+            readable=held,
+            sibling=next((slot for slot, tokens in coming.items() if tokens == whole), None),
+        )
 
     def _must_not_be_cut(self, request: EngineCoreRequest, facts: Facts) -> bool:
         """A seeded request whose prompt takes two steps ends vLLM's CPU worker (0.32:
@@ -138,6 +174,7 @@ class Legs(FanOut):
         engine.leg_sent(leg.prompt_tokens)
         leg.work = _work(journey, leg)
         self.meters[leg.slot].sent(leg.work, monotonic_ms())
+        self._prefixes.sent(leg.slot, journey.chain)
         await engine.client.add_request_async(request)
 
     def _leg_over(self, journey: Journey) -> None:
@@ -146,6 +183,7 @@ class Legs(FanOut):
             self._engine(leg.slot).leg_over(leg.prompt_tokens, answered=leg.answered)
             assert leg.work is not None
             self.meters[leg.slot].over(leg.work, monotonic_ms(), answered=leg.answered)
+            self._prefixes.over(leg.slot, journey.chain)
 
     def _leg_answered(self, journey: Journey, output: EngineCoreOutput) -> bool:
         """True on the leg's first output."""
@@ -244,3 +282,15 @@ def _work(journey: Journey, leg: Leg) -> Work:
     computes, prompt = journey.source is None, len(journey.request.prompt_token_ids or ())
     cached = prompt - estimates.new_tokens if computes and estimates is not None else 0
     return Work(leg.prompt_tokens, cached, computes)
+
+
+def _hasher(engines: list[Engine], view: NodeView) -> BlockHasher | None:
+    config = engines[0].vllm_config
+    if not config.cache_config.enable_prefix_caching:
+        return None
+    return BlockHasher(config, view.block_size)
+
+
+def _unused_blocks(record: EngineRecord) -> int:
+    """Blocks that hold nothing: neither published nor the last, partly filled one of a request."""
+    return max(0, record.blocks_total - record.blocks_cached - record.running)

@@ -52,6 +52,8 @@ class Meter:
     """Outputs in the last batch, and when it was made; 0 outputs: not a clean start of a step."""
     _copies: tuple[int, int] = (0, 0)
     """Copies into this engine and their nanoseconds, as the index counted them last."""
+    _evictions: tuple[int, int] = (0, 0)
+    """The same of evicted blocks, and of those that were computed again."""
 
     def sent(self, work: Work, now_ms: float) -> None:
         constants = self.estimator.constants()
@@ -104,13 +106,21 @@ class Meter:
 
     def copied(self, tokens: int, record: EngineRecord) -> float | None:
         """A leg began that copied ``tokens`` tokens: how long that took, if it was the only one."""
-        copies, ns = record.handoffs_in, record.handoff_ns
+        copies = record.handoffs_in + record.prefix_pulls
+        ns = record.handoff_ns + record.prefix_ns
         before, self._copies = self._copies, (copies, ns)
         if copies != before[0] + 1 or not tokens:
             return None
         ms = (ns - before[1]) / 1e6
         self.estimator.observe_handoff(tokens, ms)
         return ms
+
+    def evictions(self, record: EngineRecord, block_size: int) -> None:
+        before = self._evictions
+        self._evictions = (record.blocks_evicted, record.evicted_returns)
+        evicted, returned = (now - then for now, then in zip(self._evictions, before, strict=True))
+        if evicted or returned:
+            self.estimator.observe_evictions(evicted * block_size, returned * block_size)
 
 
 class Arrivals:

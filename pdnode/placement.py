@@ -56,6 +56,8 @@ class Facts:
     """slot -> tokens of this prompt whose KV that engine holds, or will when it gets there."""
     readable: Mapping[int, int] = field(default_factory=dict)
     """slot -> tokens of this prompt whose KV a peer can copy from that engine now."""
+    sibling: int | None = None
+    """The engine that is to compute, or computes, all of this prompt for another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ def place(facts: Facts, view: NodeView) -> Plan | Decline:
     if reason:
         return _on_its_side(facts, view, reason, prefills, decodes)
     prefills = _by_policy(prefills, view.config.prefill_policy, view.turn, least_queued)
+    prefills = _with_sibling(facts, view, prefills)
     roomy = _with_room(facts, decodes)
     decodes = _by_policy(roomy, view.config.decode_policy, view.turn, least_busy)
     if not all(e.constants for e in (*prefills, *decodes)):
@@ -202,6 +205,14 @@ def _by_policy(engines: list[EngineView], policy: Policy, turn: int, least) -> l
     # Of equals the first is taken, and they must take turns: an idle node would otherwise fill one
     # engine's cache, and push things out of it, while the other caches stay empty.
     return engines[first:] + engines[:first]
+
+
+def _with_sibling(facts: Facts, view: NodeView, prefills: list[EngineView]) -> list[EngineView]:
+    """Choices of one request (``n``) come one by one, before the first of them is computed: on two
+    engines their prompt would be computed twice, and on an idle node that looks as quick."""
+    if view.config.prefill_policy != "prefix-aware":
+        return prefills
+    return [e for e in prefills if e.slot == facts.sibling] or prefills
 
 
 def _with_room(facts: Facts, engines: list[EngineView]) -> list[EngineView]:

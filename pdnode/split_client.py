@@ -76,7 +76,8 @@ class SplitClient(Recovery):
         sink: asyncio.Queue[EngineCoreOutput] | None = None,
     ) -> Journey:
         """Start a request. ``plan`` overrides placement and ``sink`` takes the outputs (self-test)."""
-        chosen = plan or self._place(request)
+        chain = self._prefixes.chain(request)
+        chosen = plan or self._place(request, chain)
         if isinstance(chosen, Decline) and self.resources.engine_dead:
             self.counters.failed += 1
             raise EngineDeadError()
@@ -88,7 +89,7 @@ class SplitClient(Recovery):
             len(request.prompt_token_ids or ()),
             arrived=time.monotonic(),
         )
-        journey = Journey(request, placed, timeline, needs_history=self._needs_history(request))
+        journey = Journey(request, placed, timeline, self._needs_history(request), chain)
         timeline.placed(placed)
         self._by_request[request.request_id] = journey
         if sink is not None:

@@ -56,6 +56,7 @@ __all__ = [
     "AsyncLLM",
     "AuthenticationMiddleware",
     "BatchUpdate",
+    "BlockHasher",
     "BlockPool",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -261,6 +262,19 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens",)),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash", ()),
     ("vllm.v1.core.kv_cache_utils", "init_none_hash", ("hash_fn",)),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "hash_block_tokens",
+        ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
+    ),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
+    ("vllm.utils.hashing", "get_hash_fn_by_name", ("hash_fn_name",)),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1.reset_cache", ()),
+    ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", ()),
     ("vllm.v1.request", "Request.update_block_hashes", ()),
     ("vllm.v1.request", "Request.get_skip_reading_prefix_cache", ()),
     (
@@ -273,6 +287,12 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # Of a worker, by generators.WorkerExtension: model_runner.input_batch.generators.
     ("vllm.v1.sample.metadata", "SamplingMetadata", ("generators",)),
     ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),
+    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
+    (
+        "vllm.v1.core.block_pool",
+        "BlockPool.cache_full_blocks",
+        ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size"),
+    ),
     ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
     ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ()),
@@ -325,6 +345,28 @@ def import_engine() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     assert transformers.__version__
+
+
+class BlockHasher:
+    """vLLM's names of a prompt's full blocks, one at a time, as its engines compute them all."""
+
+    def __init__(self, vllm_config: VllmConfig, block_size: int) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+
+        self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._block_size = block_size
+        init_none_hash(self._hash)
+
+    def of(self, request: EngineCoreRequest) -> Iterator[bytes]:
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+
+        tokens, size = request.prompt_token_ids or (), self._block_size
+        parent, media = None, 0
+        for end in range(size, len(tokens) + 1, size):
+            extra, media = generate_block_hash_extra_keys(request, end - size, end, media)
+            parent = hash_block_tokens(self._hash, parent, tokens[end - size : end], extra)
+            yield parent
 
 
 @contextmanager

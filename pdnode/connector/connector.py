@@ -95,6 +95,11 @@ class PdConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         return False, self._scheduler.finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
     def has_pending_push_work(self) -> bool:
         # vLLM asks this on every turn of its loop, idle ones too: the place to let go of blocks
         # that a peer has copied, without keeping the loop spinning for it.
@@ -116,7 +121,7 @@ class PdConnector(KVConnectorBase_V1):
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PdMetadata)
-        self._worker.load(metadata.loads, metadata.pool_loads)
+        self._worker.load([*metadata.loads, *metadata.prefix_loads, *metadata.pool_loads])
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         # Loads are synchronous in the step, and blocks are pinned by reference, not by request:

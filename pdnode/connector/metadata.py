@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ipc.prefixes import Held
 from ipc.records import Entry
 from pdnode.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -27,6 +28,25 @@ class Load:
     src_blocks: tuple[int, ...]
     dst_blocks: tuple[int, ...]
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoad:
+    """Copy ``held``'s blocks of its owner into ``dst_blocks[i]``: a prefix that nobody offered."""
+
+    request_id: str
+    held: Held
+    dst_blocks: tuple[int, ...]
+    tokens: int
+
+    @property
+    def entry(self) -> Held:
+        """As ``Load.entry``, as far as paths look at it: ``owner`` and ``boot_id``."""
+        return self.held
+
+    @property
+    def src_blocks(self) -> tuple[int, ...]:
+        return self.held.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,7 @@ class Store(NamedTuple):
 @dataclass(slots=True)
 class PdMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
+    prefix_loads: list[PrefixLoad] = field(default_factory=list)
     pool_loads: list[PoolLoad] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 

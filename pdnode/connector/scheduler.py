@@ -21,7 +21,9 @@ from ipc.records import Entry
 from pdnode.connector.metadata import Load, LoadReport, PdMetadata
 from pdnode.connector.offers import Offers
 from pdnode.connector.pool import NodePool
+from pdnode.connector.prefixes import Prefixes
 from pdnode.connector.settings import ConnectorSettings
+from pdnode.connector.unsure import Unsure
 from pdnode.timeline import HANDOFF
 from pdnode.vllm_compat import RequestStatus, init_logger
 
@@ -43,7 +45,11 @@ class SchedulerHalf:
         self._index = Index.attach(settings.index_name, me=settings.slot)
         self._pool: BlockPool
         self._offers: Offers
+        self._unsure: Unsure
         self._matched: dict[str, tuple[Entry, int]] = {}
+        self._local: dict[str, int] = {}
+        """Tokens of a request's own prefix hit, from ``match`` to ``allocated``."""
+        self._from_pool: set[str] = set()
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}
         self._loaded_once: set[str] = set()
@@ -53,11 +59,14 @@ class SchedulerHalf:
         self._deferred: dict[str, None] = {}
         self._steps = 0
         self._published: tuple[int, ...] = ()
+        self._prefixes = Prefixes(settings, self._index, block_size)
         self._node_pool = NodePool(settings, ranks, block_size) if settings.pool_name else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
         self._offers = Offers(self._settings, self._index, pool)
+        self._unsure = Unsure(pool, self._block_size)
+        self._prefixes.bind_block_pool(pool, self._unsure)
         if self._node_pool is not None:
             self._node_pool.bind_block_pool(pool)
         self._publish_load()
@@ -75,10 +84,10 @@ class SchedulerHalf:
         if self._must_wait(request):
             return None, False
         entry = self._find(request)
+        self._local[request.request_id] = local_tokens
         if entry is None:
             self._matched.pop(request.request_id, None)
-            pool = self._node_pool
-            return (pool.match(request, local_tokens) if pool is not None else 0), False
+            return self._match_prefix(request, local_tokens), False
         # vLLM needs at least one token to compute: its logits are the next token's.
         tokens = min(entry.tokens_ready, request.num_tokens - 1) - local_tokens
         self._matched[request.request_id] = (entry, local_tokens)
@@ -108,6 +117,17 @@ class SchedulerHalf:
     def _prompt_blocks(self, request: Request) -> int:
         return -(-request.num_prompt_tokens // self._block_size)
 
+    def _match_prefix(self, request: Request, local_tokens: int) -> int:
+        """From a peer or from the node's pool, wherever there is more of it."""
+        tokens = self._prefixes.match(request, local_tokens)
+        pool_tokens = 0
+        if self._node_pool is not None:
+            pool_tokens = self._node_pool.match(request, local_tokens)
+        self._from_pool.discard(request.request_id)
+        if pool_tokens > tokens:
+            self._from_pool.add(request.request_id)
+        return max(tokens, pool_tokens)
+
     def _find(self, request: Request) -> Entry | None:
         params = request.kv_transfer_params or {}
         if not params.get(DO_REMOTE_PREFILL):
@@ -117,12 +137,21 @@ class SchedulerHalf:
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         request_id = request.request_id
         self._started.add(request_id)
-        entry, local_tokens = self._matched.pop(request_id, (None, request.num_computed_tokens))
+        local_tokens = self._local.pop(request_id, request.num_computed_tokens)
+        entry, _ = self._matched.pop(request_id, (None, 0))
         self._offers.begin(request, block_ids, local_tokens)
         if self._is_prefill_leg(request):
             self._offers.promise(request_id, self._prompt_blocks(request))
+        pool_tokens = external_tokens if request_id in self._from_pool and not entry else 0
+        self._from_pool.discard(request_id)
+        peer_tokens = 0 if entry else external_tokens - pool_tokens
+        self._prefixes.allocated(
+            request, block_ids, local_tokens, peer_tokens, filled=local_tokens + external_tokens
+        )
         if self._node_pool is not None:
-            self._node_pool.allocated(request, block_ids, 0 if entry else external_tokens)
+            self._node_pool.allocated(request, block_ids, pool_tokens)
+        if external_tokens:
+            self._unsure.begin(request, block_ids, local_tokens // self._block_size)
         if entry is None:
             return
         if external_tokens == 0:
@@ -148,16 +177,19 @@ class SchedulerHalf:
         loads, self._loads = self._loads, []
         for request_id in scheduler_output.preempted_req_ids or ():
             self._offers.withdraw(request_id)
+            self._prefixes.forget(request_id)
+            self._unsure.forget(request_id)
             if self._node_pool is not None:
                 self._node_pool.forget(request_id)
         self._grow(scheduler_output)
         self.idle()
-        if self._node_pool is None:
-            return PdMetadata(loads)
-        pool_loads, stores = self._node_pool.step(
-            scheduler_output.num_scheduled_tokens, peers_loading=bool(self._loading)
-        )
-        return PdMetadata(loads, pool_loads, stores)
+        scheduled = scheduler_output.num_scheduled_tokens
+        metadata = PdMetadata(loads, self._prefixes.step(scheduled))
+        if self._node_pool is not None:
+            metadata.pool_loads, metadata.stores = self._node_pool.step(
+                scheduled, peers_loading=bool(self._loading) or self._prefixes.loading
+            )
+        return metadata
 
     def _grow(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
@@ -165,13 +197,20 @@ class SchedulerHalf:
             # A request that came back from preemption has begun a new entry in ``allocated``.
             if new_blocks is not None and request_id not in cached.resumed_req_ids:
                 self._offers.grow(request_id, new_blocks[0])
+                self._prefixes.grow(request_id, new_blocks[0])
+                self._unsure.grow(request_id, new_blocks[0])
                 if self._node_pool is not None:
                     self._node_pool.grow(request_id, new_blocks[0])
 
     def loaded(self, report: LoadReport) -> None:
+        for failure in report.failed:
+            self._unsure.forget(failure.request_id)
+        for done in report.done:
+            self._unsure.worked(done.request_id)
         if self._node_pool is not None:
             report, counters = self._node_pool.loaded(report)
             self._index.add_counters(self._settings.slot, **counters)
+        report = self._prefixes.loaded(report)
         failed = {failure.request_id: failure for failure in report.failed}
         request_ids = {done.request_id for done in report.done} | failed.keys()
         for request_id in request_ids:
@@ -203,6 +242,13 @@ class SchedulerHalf:
         self._matched.pop(request_id, None)
         copied = self._copied.pop(request_id, None)
         told = {HANDOFF: copied} if copied else {}
+        self._local.pop(request_id, None)
+        self._from_pool.discard(request_id)
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            # Its last step was counted, and the load was in it or before; the report comes after.
+            self._unsure.worked(request_id)
+        self._prefixes.finished(request_id)
+        self._unsure.forget(request_id)
         if self._node_pool is not None:
             self._node_pool.forget(request_id)
         self._let_go(request)
@@ -238,7 +284,12 @@ class SchedulerHalf:
     def idle(self) -> None:
         """Every turn of vLLM's loop: let go of what peers have taken, show the load."""
         self._offers.release()
+        self._prefixes.check_reset()
         self._publish_load()
+
+    def reset(self) -> None:
+        """vLLM's prefix cache was emptied: peers must not find here what it held either."""
+        self._prefixes.reset()
 
     def _publish_load(self) -> None:
         running = len(self._started)
@@ -249,6 +300,7 @@ class SchedulerHalf:
             self._steps,
             self._offers.pins,
             self._offers.entries,
+            self._prefixes.published,
         )
         if load == self._published:
             return
@@ -262,6 +314,7 @@ class SchedulerHalf:
             blocks_free=load[2],
             pins=load[4],
             index_entries=load[5],
+            blocks_cached=load[6],
             blocks_total=self._pool.num_gpu_blocks - 1,
         )
 

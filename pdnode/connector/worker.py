@@ -24,6 +24,7 @@ from pdnode.connector.metadata import (
     LoadFailed,
     LoadReport,
     PoolLoad,
+    PrefixLoad,
     Store,
 )
 from pdnode.connector.paths.base import Home, KvPath
@@ -147,16 +148,16 @@ class WorkerHalf:
 
     # --- peers' memory ------------------------------------------------------------------------
 
-    def load(self, loads: list[Load], pool_loads: list[PoolLoad]) -> None:
+    def load(self, loads: list[Load | PrefixLoad | PoolLoad]) -> None:
         with self._peers_lock:
-            for load in (*loads, *pool_loads):
+            for load in loads:
                 try:
                     self._load(load)
                 except IpcError as error:
                     self._failed_blocks.update(load.dst_blocks)
                     self._report.failed.append(LoadFailed(load.request_id, load.tokens, str(error)))
 
-    def _load(self, load: Load | PoolLoad) -> None:
+    def _load(self, load: Load | PrefixLoad | PoolLoad) -> None:
         if isinstance(load, PoolLoad):
             assert self._pool is not None
             self._report.done.append(self._pool.load(load))
@@ -188,8 +189,15 @@ class WorkerHalf:
                 for path in self._paths.values():
                     path.close_gone()
 
-    def _check(self, load: Load) -> None:
-        if not self._index.validate(load.entry):
+    def _check(self, load: Load | PrefixLoad) -> None:
+        if isinstance(load, PrefixLoad):
+            sound = self._index.prefixes.still(load.held)
+            if sound < len(load.src_blocks):
+                raise StaleRead(
+                    f"block {sound} of {len(load.src_blocks)} to copy from slot {load.held.owner} "
+                    "was given to another request before it was copied"
+                )
+        elif not self._index.validate(load.entry):
             raise StaleRead(
                 f"the KV of transfer {load.entry.transfer_id} was given up by its owner (slot "
                 f"{load.entry.owner}, generation {load.entry.generation}) before it was copied"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from bench.servers import ENGINE_ARGS, Twin
+from tests.twin import chat
 from tests.twin.cases import BLOCK, CROWD, Case
 from tests.twin.record import Recorded, record
 
@@ -20,18 +22,49 @@ def block_bytes(model: Path) -> int:
     return values * 4 * BLOCK
 
 
+@dataclass(frozen=True)
+class TwinAnswers:
+    by_case: dict[str, Recorded | Exception]
+    conversation: list[chat.Turn] | None
+    siblings: dict | None
+
+
 @pytest.fixture(scope="session")
-def recordings(
+def twin_answers(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Recorded | Exception]:
-    """By case name, for the cases that the selected tests need."""
+) -> TwinAnswers:
+    """What the selected tests need."""
     log = tmp_path_factory.mktemp("twin") / "twin.log"
+    items = request.session.items
+    asked = {name for item in items for name in getattr(item, "fixturenames", ())}
     twin = Twin(str(model), log, *ENGINE_ARGS)
     try:
         twin.wait_ready()
-        return record(twin.url, _wanted_cases(request.session.items))
+        return TwinAnswers(
+            record(twin.url, _wanted_cases(items)),
+            chat.talk(twin.url, "twin")[0] if "conversation" in asked else None,
+            chat.siblings(twin.url) if "siblings" in asked else None,
+        )
     finally:
         twin.stop()
+
+
+@pytest.fixture(scope="session")
+def recordings(twin_answers: TwinAnswers) -> dict[str, Recorded | Exception]:
+    """By case name."""
+    return twin_answers.by_case
+
+
+@pytest.fixture(scope="session")
+def conversation(twin_answers: TwinAnswers) -> list[chat.Turn]:
+    assert twin_answers.conversation is not None
+    return twin_answers.conversation
+
+
+@pytest.fixture(scope="session")
+def siblings(twin_answers: TwinAnswers) -> dict:
+    assert twin_answers.siblings is not None
+    return twin_answers.siblings
 
 
 def _wanted_cases(items: list[pytest.Item]) -> list[Case]:

@@ -48,7 +48,7 @@ def all_cases_at_once(node: Node, recorded: list[Recorded]) -> None:
         for line in differences(without_cached(one.answer), without_cached(answer))
     ]
     assert not lines, "\n".join(lines[:20])
-    _nothing_failed(before, after)
+    nothing_failed(before, after)
 
 
 def may_share_a_batch(recorded: Recorded | Exception) -> bool:
@@ -83,7 +83,7 @@ def leave_while_prefilling(node: Node, *, stream: bool) -> None:
         before = settled(node)
         _begin_and_leave(node, queue, before["requests"] + queue, stream)
         after = _settled_behind(node)
-        _nothing_failed(before, after)
+        nothing_failed(before, after)
         if after["handoffs"] - before["handoffs"] < queue:
             return
     raise AssertionError(f"all of {QUEUES} were handed over before they left")
@@ -113,7 +113,7 @@ def leave_after(node: Node, chunks: int) -> None:
         list(pool.map(one, range(LEAVERS)))
     after = settled(node)
     assert after["requests"] - before["requests"] == LEAVERS
-    _nothing_failed(before, after)
+    nothing_failed(before, after)
 
 
 def leave_without_reading(node: Node) -> None:
@@ -121,7 +121,7 @@ def leave_without_reading(node: Node) -> None:
     for number in range(LEAVERS):
         with hanging_up(node, _long_stream(f"unread {number}", BLOCK * 2, stream=False)):
             pass
-    _nothing_failed(before, _settled_behind(node))
+    nothing_failed(before, _settled_behind(node))
 
 
 def _settled_behind(node: Node) -> dict:
@@ -132,7 +132,7 @@ def _settled_behind(node: Node) -> dict:
     return settled(node)
 
 
-def _nothing_failed(before: dict, after: dict) -> None:
+def nothing_failed(before: dict, after: dict) -> None:
     for name in NEVER:
         assert after[name] == before[name], f"{name} rose from {before[name]} to {after[name]}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.twin import scenarios
+from tests.twin import chat, scenarios
 from tests.twin.cases import BY_NAME
 from tests.twin.checks import replay, settled, warm_up
 
@@ -76,6 +76,42 @@ def test_clients_may_leave_while_prefilling(node):
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_clients_may_leave_after_some_chunks(node, chunks):
     scenarios.leave_after(node, chunks)
+
+
+def test_a_conversation_is_computed_once(node, conversation):
+    turns, computed = chat.talk(node.url, "stays")
+    assert turns == conversation
+    chat.assert_little_was_computed(computed)
+
+
+def test_a_conversation_that_hops_between_engines_is_computed_once(node, conversation):
+    before = settled(node)
+    try:
+        turns, computed = chat.talk(node.url, "hops", chat.hopping(node))
+    finally:
+        chat.roles_as_started(node)
+    assert turns == conversation
+    chat.assert_little_was_computed(computed)
+    after = settled(node)
+    assert after["prefix_pulls"] - before["prefix_pulls"] >= chat.TURNS // 2
+    assert after["prefix_failures"] == before["prefix_failures"]
+
+
+def test_roles_flip_under_conversations_and_change_none(node, conversation):
+    before = settled(node)
+    try:
+        talked, flips = chat.talk_while_roles_flip(node, talkers=4, pause_s=1.0)
+    finally:
+        chat.roles_as_started(node)
+    assert flips > 2
+    for turns, computed in talked:
+        assert turns == conversation
+        chat.assert_little_was_computed(computed)
+    scenarios.nothing_failed(before, settled(node))
+
+
+def test_choices_of_one_prompt_share_its_prefill(node, siblings):
+    assert chat.siblings(node.url) == siblings
 
 
 def test_ctrl_c_leaves_nothing(node):

@@ -25,6 +25,7 @@ def test_an_abort_that_nobody_asked_for_gives_the_engine_up_and_reaches_no_clien
         client.on_step = None
         client._by_leg = {"a/d1": object()}
         client._outputs = asyncio.Queue()
+        client.meters = {1: SimpleNamespace(stepped=lambda outputs, at_ms: None)}
         supervisor = SimpleNamespace(give_up=lambda engine, why: given_up.append((engine, why)))
         client.node = SimpleNamespace(supervisor=supervisor)
         await client._take(ENGINE, aborted("a/d1"))

@@ -88,7 +88,7 @@ def reader(prefix: str) -> None:
         half, kv = worker(prefix, slot, path, (path,))
         until(partial(half._index.select, "t", OWNER))
         entry = half._index.select("t", OWNER)
-        half.load([Load("r", entry, src, dst, len(src))], [])
+        half.load([Load("r", entry, src, dst, len(src))])
         report = half.take_report()
         assert not report.failed, report.failed
         assert [done.nbytes for done in report.done] == [LAYERS * len(src) * PAGE]
@@ -101,7 +101,7 @@ def reader(prefix: str) -> None:
     sys.stdin.readline()
     until(lambda: not mapping.open_count(BOOTS[OWNER]))
     for half in halves:
-        half.load([Load("late", entry, src, dst, len(src))], [])
+        half.load([Load("late", entry, src, dst, len(src))])
         assert [failed.request_id for failed in half.take_report().failed] == ["late"]
         half.close()
     print("let go", flush=True)

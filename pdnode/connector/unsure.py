@@ -1,0 +1,60 @@
+"""Blocks that a load is to fill are kept out of vLLM's prefix cache until it is known to have worked.
+
+vLLM puts full blocks into its prefix cache when it hands them out, before anything is in them. That is
+sound for what the same step computes. A load may fail; then vLLM has the request that asked for it
+compute the tokens, in as many steps as that takes, while another request that found the blocks in the
+cache goes on over whatever is in them; and when the first one's client leaves, they stay in the cache
+as they are. So nobody else finds them, nor what was computed behind them, before the load is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pdnode.vllm_compat import BlockPool, Request
+
+
+class Filling(NamedTuple):
+    """A request's blocks, and how many of them hold what they say, whatever becomes of the load."""
+
+    request: Request
+    block_ids: list[int]
+    sure: int
+
+
+class Unsure:
+    def __init__(self, blocks: BlockPool, block_size: int) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._filling: dict[str, Filling] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._filling
+
+    def begin(self, request: Request, block_ids: list[int], sure: int) -> None:
+        """vLLM has just given the request its blocks, and a load will fill those behind ``sure``."""
+        self._filling[request.request_id] = Filling(request, list(block_ids), sure)
+        self._blocks.evict_blocks(set(block_ids[sure:]))
+
+    def grow(self, request_id: str, new_block_ids: list[int]) -> None:
+        filling = self._filling.get(request_id)
+        if filling is not None:
+            filling.block_ids.extend(new_block_ids)
+            self._blocks.evict_blocks(set(filling.block_ids[filling.sure :]))
+
+    def worked(self, request_id: str) -> None:
+        """Everything that vLLM takes for cached is."""
+        filling = self._filling.pop(request_id, None)
+        if filling is None or not self._blocks.enable_caching:
+            return
+        request, block_ids, sure = filling
+        full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
+        self._blocks.evict_blocks(set(block_ids[sure:]))
+        self._blocks.cache_full_blocks(
+            request, [self._blocks.blocks[i] for i in block_ids], sure, full, self._block_size, 0
+        )
+
+    def forget(self, request_id: str) -> None:
+        """It failed: the request computes those blocks, and has them for itself. Or it ended."""
+        self._filling.pop(request_id, None)

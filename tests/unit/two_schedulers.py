@@ -1,0 +1,217 @@
+"""Two of vLLM's own schedulers with our scheduler half, over memory that knows what it holds.
+
+No model and no worker: a forward writes, for every position it computes, a name for all tokens up to
+there, provided that everything before it is right in that engine's memory; else it writes nonsense.
+So what a real engine could only show by a wrong token shows here at the position that was wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from typing import Any
+
+from ipc.index import Index
+from ipc.records import Role, State
+from pdnode import vllm_args
+from pdnode.connector import connector as facade
+from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.engine import kv_transfer_config
+from pdnode.vllm_compat import EngineCoreRequest, SamplingParams, engine_config
+
+BLOCK = 16
+NOBODY = "nonsense"
+NODE_BOOT = 5
+
+
+def name(tokens: tuple[int, ...]) -> int:
+    return hash(tokens)
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: greedy, and dependent on every token before."""
+    return abs(name((*tokens, 7))) % 300 + 3
+
+
+class Machine:
+    """``blocks``: of each engine; few of them are evicted all the time."""
+
+    def __init__(self, model: str, blocks: int, engines: int = 2) -> None:
+        self.index = Index.create(
+            f"pdtest-{secrets.token_hex(6)}",
+            engine_slots=engines + 1,
+            entries_per_engine=64,
+            node_boot_id=NODE_BOOT,
+        )
+        for slot in range(engines):
+            self.index.set_control(
+                slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
+                restarts=0,
+            )  # fmt: skip
+        self.engines = [Engine(self, slot, engines, model, blocks) for slot in range(engines)]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.scheduler.shutdown()
+        self.index.unlink()
+        self.index.close()
+
+
+class Engine:
+    def __init__(self, machine: Machine, slot: int, engines: int, model: str, blocks: int) -> None:
+        self.machine, self.slot = machine, slot
+        self.memory: list[list[Any]] = [[NOBODY] * BLOCK for _ in range(blocks)]
+        self.tables: dict[str, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.lose_loads = 0.0
+        """The share of loads during which the peer hands out one of the blocks."""
+        self._rng = random.Random(slot)
+        self._reader = Index.attach(machine.index.name, me=slot)
+        self.scheduler, self._hasher = _scheduler(machine.index.name, slot, engines, model, blocks)
+
+    def send(self, request_id: str, tokens: list[int], answer: int, salt: str = "") -> None:
+        from vllm.v1.request import Request
+
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        sent = EngineCoreRequest(
+            request_id=request_id, prompt_token_ids=tokens, mm_features=None,
+            sampling_params=params, pooling_params=None, arrival_time=time.time(),
+            lora_request=None, cache_salt=salt or None, data_parallel_rank=None,
+        )  # fmt: skip
+        self.scheduler.add_request(Request.from_engine_core_request(sent, self._hasher))
+        self.answers[request_id] = []
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> None:
+        scheduled = self.scheduler.schedule()
+        self._follow_tables(scheduled)
+        report, invalid = self._load(scheduled.kv_connector_metadata)
+        sampled = [self._forward(rid, n) for rid, n in scheduled.num_scheduled_tokens.items()]
+        ids = [*scheduled.num_scheduled_tokens]
+        outputs = self.scheduler.update_from_output(
+            scheduled, _model_output(ids, sampled, report, invalid)
+        )
+        for output in outputs.get(0).outputs if outputs.get(0) else ():
+            self.answers[output.request_id] += output.new_token_ids
+            if output.prefill_stats is not None:
+                self.computed[output.request_id] = output.prefill_stats.num_computed_tokens
+        self.scheduler.connector.has_pending_push_work()
+
+    def leave(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def _follow_tables(self, scheduled) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        for rid, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if rid in cached.resumed_req_ids:
+                self.tables[rid] = list(blocks[0])
+            elif blocks is not None:
+                self.tables[rid] += blocks[0]
+
+    def _load(self, metadata) -> tuple[LoadReport, set[int]]:
+        report, invalid = LoadReport(), set()
+        for load in metadata.prefix_loads:
+            peer = self.machine.engines[load.held.owner]
+            for source, target in zip(load.src_blocks, load.dst_blocks, strict=True):
+                self.memory[target] = list(peer.memory[source])
+            if self._rng.random() < self.lose_loads:
+                peer.hand_out(self._rng.choice(load.src_blocks))
+            if self._reader.prefixes.still(load.held) < len(load.src_blocks):
+                for target in load.dst_blocks:
+                    self.memory[target] = [NOBODY] * BLOCK
+                report.failed.append(LoadFailed(load.request_id, load.tokens, "handed out"))
+                invalid.update(load.dst_blocks)
+            else:
+                report.done.append(LoadDone(load.request_id, peer.slot, 1, 1))
+        return report, invalid
+
+    def hand_out(self, block: int) -> None:
+        """As if a request had got it, and written in it."""
+        self.scheduler.connector._scheduler._prefixes.handed_out([block])
+
+    def _forward(self, request_id: str, count: int) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        tokens, table = list(request.all_token_ids), self.tables[request_id]
+        # ``schedule`` has moved the count on already.
+        end = request.num_computed_tokens
+        first, right = end - count, True
+        for at in range(end):
+            block, offset = table[at // BLOCK], at % BLOCK
+            if at < first:
+                right = right and self.memory[block][offset] == self._name(request, tokens, at)
+            else:
+                self.memory[block][offset] = self._name(request, tokens, at) if right else NOBODY
+        if end < len(tokens):
+            return []
+        return [next_token(tokens) if right else 0]
+
+    def _name(self, request, tokens: list[int], at: int) -> int:
+        return name((request.cache_salt, *tokens[: at + 1]))
+
+    def wrong_blocks(self) -> list[int]:
+        """Blocks that are shown to peers and hold nonsense in a full block."""
+        shown = self.scheduler.connector._scheduler._prefixes._hash_of
+        return [block for block in shown if NOBODY in self.memory[block]]
+
+
+def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int):
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    settings = ConnectorSettings(
+        node_pid=0, index_name=index_name, segment_prefix="", engine_id=f"e{slot}", slot=slot,
+        boot_id=slot + 1, lease_s=9, fingerprint="", kv_paths=("shm",) * engines,
+    )  # fmt: skip
+    args = vllm_args.parse(
+        ["--model", model, "--block-size", str(BLOCK), "--max-model-len", "512", "--dtype",
+         "float32", "--enforce-eager", "--max-num-batched-tokens", "64",
+         "--max-num-seqs", "8", "--no-async-scheduling"]
+    )  # fmt: skip
+    transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
+    config = engine_config(args, transfer)
+    config.cache_config.num_gpu_blocks = blocks
+    import torch
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+    )
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    scheduler = Scheduler(
+        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
+    )
+    return scheduler, get_request_block_hasher(BLOCK, hash_fn)
+
+
+def _model_output(ids, sampled, report: LoadReport, invalid: set[int]):
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={rid: i for i, rid in enumerate(ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=KVConnectorOutput(
+            kv_connector_worker_meta=report if report.done or report.failed else None,
+            invalid_block_ids=invalid,
+        ),
+    )
+
+
+def without_process_ties(monkeypatch) -> None:
+    """A test is no engine: it keeps its process group, and does not end with a node."""
+    monkeypatch.setattr(facade, "own_process_group", lambda: None)
+    monkeypatch.setattr(facade, "watch_node", lambda pid: None)
