@@ -15,6 +15,7 @@ Parsed once, checked once, nothing is filled in later. In this order, cheap befo
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class NodeConfig:
     port: int
     flow: str
     placement: PlacementConfig
+    roles: str
+    """``fixed``: they change only when somebody asks. ``auto``: the node changes them too."""
     asked_kv_path: str
     """``auto``, or the path that every pair takes."""
     strict: bool
@@ -180,8 +183,15 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
         port=parsed.port,
         flow=own.flow,
         placement=PlacementConfig(
-            prefill_policy=own.prefill_policy, decode_policy=own.decode_policy, split=own.split
+            prefill_policy=own.prefill_policy,
+            decode_policy=own.decode_policy,
+            split=own.split,
+            share_prefixes=all(
+                kvpath.between(own.kv_path, a.device, b.device) in kvpath.MAPPED
+                for a, b in itertools.permutations(engines, 2)
+            ),
         ),
+        roles=own.roles,
         asked_kv_path=own.kv_path,
         strict=own.strict,
         dry_run=own.dry_run,

@@ -58,6 +58,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="split requests between the roles, or never: plain data-parallel engines, to compare",
     )
     group.add_argument(
+        "--roles",
+        choices=("fixed", "auto"),
+        default="fixed",
+        help="auto: an engine is sent the other kind of work while that side is the bottleneck",
+    )
+    group.add_argument(
         "--kv-path",
         choices=KV_PATHS,
         default=KV_PATHS[0],

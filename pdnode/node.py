@@ -23,6 +23,7 @@ from pdnode import (
     admission,
     fingerprint,
     http_routes,
+    role_keeper,
     rundir,
     selftest,
     status,
@@ -76,7 +77,7 @@ class Node:
         self.http_server: Any = None
         self.supervisor: Supervisor | None = None
 
-    def change_role(self, engine_id: str, role: str) -> None:
+    def change_role(self, engine_id: str, role: str, reason: str = "asked") -> None:
         """What placement sends the engine from now on; nothing running moves. Raises BadRole."""
         engine = next((e for e in self.engines if e.engine_id == engine_id), None)
         if engine is None or role not in ("prefill", "decode"):
@@ -84,6 +85,7 @@ class Node:
             raise BadRole(
                 f"no engine {engine_id!r} with a role {role!r}: engines are {known}, roles prefill and decode"
             )
+        self.client.counters.role_changes[reason] += engine.role != role
         engine.role = role
         self.supervisor.publish(engine)
 
@@ -188,6 +190,8 @@ class Node:
             self.client.listen(engine)
             self.supervisor.watch(engine)
         self.supervisor.begin()
+        if config.roles == "auto":
+            self.supervisor.spawn(role_keeper.keep(self))
         await self._self_test()
         await llm.reset_mm_cache()
         return llm

@@ -135,7 +135,7 @@ class Supervisor:
         engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
-        self._spawn(self._replace(engine))
+        self.spawn(self._replace(engine))
 
     async def _replace(self, engine: Engine) -> None:
         # All of it must be dead before its memory is read or its requests run elsewhere.
@@ -143,6 +143,7 @@ class Supervisor:
         await self.client.engine_died(engine)
         await self._kv_copied(engine)
         await asyncio.to_thread(engine.forget_memory)
+        self._index.prefixes.forget(engine.slot)
         await self._restart(engine)
 
     async def _kv_copied(self, engine: Engine) -> None:
@@ -215,9 +216,10 @@ class Supervisor:
 
     def begin(self) -> None:
         """The front end exists and the engines are watched: look for hangs from now on."""
-        self._spawn(self.watch_progress())
+        self.spawn(self.watch_progress())
 
-    def _spawn(self, work: Coroutine) -> None:
+    def spawn(self, work: Coroutine) -> None:
+        """A task that ends with the node; its failure is said."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
