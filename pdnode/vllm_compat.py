@@ -82,7 +82,9 @@ __all__ = [
     "SchedulerOutput",
     "VllmConfig",
     "build_async_llm",
+    "cached_blocks",
     "connect_engine_core",
+    "drop_in_flight",
     "engine_config",
     "flush_traces",
     "init_logger",
@@ -288,6 +290,12 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.sample.metadata", "SamplingMetadata", ("generators",)),
     ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),
     ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.cache_blocks", ()),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1.bind_kv_cache_manager",
+        ("kv_cache_manager",),
+    ),
     (
         "vllm.v1.core.block_pool",
         "BlockPool.cache_full_blocks",
@@ -345,6 +353,27 @@ def import_engine() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     assert transformers.__version__
+
+
+def cached_blocks(kv_cache_manager: Any, request_id: str) -> int:
+    """How many of the request's first blocks vLLM counts as put into its prefix cache.
+
+    For models with one group of layers, the only ones that our connector takes.
+    """
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    return manager.num_cached_block.get(request_id, 0)
+
+
+def drop_in_flight(request: Request) -> None:
+    """What the device computes of a request now is not to be told: it began from a load that failed.
+
+    vLLM drops the output of the step that loaded. With asynchronous scheduling there is one more
+    under way, and vLLM 0.32 would hand on its token. The same three fields as in its own
+    ``Scheduler._preempt_request``.
+    """
+    request.drop_stale_output = True
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+    request.num_output_placeholders = 0
 
 
 class BlockHasher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdnode.connector.metadata import PdMetadata
@@ -13,6 +14,7 @@ from pdnode.vllm_compat import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
+    cached_blocks,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class PdConnector(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         assert self._scheduler is not None
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        manager = self._kv_cache_manager
+        self._scheduler.bind_block_pool(gpu_block_pool, partial(cached_blocks, manager))
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None

@@ -28,6 +28,8 @@ from pdnode.timeline import HANDOFF
 from pdnode.vllm_compat import RequestStatus, init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdnode.vllm_compat import BlockPool, Request, SchedulerOutput
 
 logger = init_logger(__name__)
@@ -62,10 +64,11 @@ class SchedulerHalf:
         self._prefixes = Prefixes(settings, self._index, block_size)
         self._node_pool = NodePool(settings, ranks, block_size) if settings.pool_name else None
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool, cached: Callable[[str], int]) -> None:
+        """``cached``: how many blocks of a request vLLM has put into its prefix cache."""
         self._pool = pool
         self._offers = Offers(self._settings, self._index, pool)
-        self._unsure = Unsure(pool, self._block_size)
+        self._unsure = Unsure(pool, self._block_size, cached)
         self._prefixes.bind_block_pool(pool, self._unsure)
         if self._node_pool is not None:
             self._node_pool.bind_block_pool(pool)
@@ -178,10 +181,11 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             self._offers.withdraw(request_id)
             self._prefixes.forget(request_id)
-            self._unsure.forget(request_id)
+            self._unsure.preempted(request_id)
             if self._node_pool is not None:
                 self._node_pool.forget(request_id)
         self._grow(scheduler_output)
+        self._unsure.step()
         self.idle()
         scheduled = scheduler_output.num_scheduled_tokens
         metadata = PdMetadata(loads, self._prefixes.step(scheduled))
@@ -204,7 +208,7 @@ class SchedulerHalf:
 
     def loaded(self, report: LoadReport) -> None:
         for failure in report.failed:
-            self._unsure.forget(failure.request_id)
+            self._unsure.failed(failure.request_id)
         for done in report.done:
             self._unsure.worked(done.request_id)
         if self._node_pool is not None:

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdnode.vllm_compat import drop_in_flight
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdnode.vllm_compat import BlockPool, Request
 
 
@@ -24,8 +28,11 @@ class Filling(NamedTuple):
 
 
 class Unsure:
-    def __init__(self, blocks: BlockPool, block_size: int) -> None:
+    """``cached``: how many of a request's first blocks vLLM has put into its prefix cache, by id."""
+
+    def __init__(self, blocks: BlockPool, block_size: int, cached: Callable[[str], int]) -> None:
         self._blocks = blocks
+        self._cached = cached
         self._block_size = block_size
         self._filling: dict[str, Filling] = {}
 
@@ -41,20 +48,41 @@ class Unsure:
         filling = self._filling.get(request_id)
         if filling is not None:
             filling.block_ids.extend(new_block_ids)
-            self._blocks.evict_blocks(set(filling.block_ids[filling.sure :]))
+
+    def step(self) -> None:
+        """vLLM has scheduled: what it has put into its cache meanwhile is as unsure."""
+        for filling in self._filling.values():
+            self._evict(filling)
 
     def worked(self, request_id: str) -> None:
         """Everything that vLLM takes for cached is."""
         filling = self._filling.pop(request_id, None)
         if filling is None or not self._blocks.enable_caching:
             return
-        request, block_ids, sure = filling
-        full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
-        self._blocks.evict_blocks(set(block_ids[sure:]))
+        self._evict(filling)
+        blocks = [self._blocks.blocks[i] for i in filling.block_ids]
+        # Not one more than vLLM counts: it would put that one in itself, and trip over it.
+        full = self._cached(request_id)
         self._blocks.cache_full_blocks(
-            request, [self._blocks.blocks[i] for i in block_ids], sure, full, self._block_size, 0
+            filling.request, blocks, filling.sure, full, self._block_size, 0
         )
 
+    def failed(self, request_id: str) -> None:
+        """The request computes those blocks, and has them for itself."""
+        filling = self._filling.get(request_id)
+        if filling is not None:
+            drop_in_flight(filling.request)
+            self.forget(request_id)
+
+    def preempted(self, request_id: str) -> None:
+        """Its blocks are gone, and vLLM would still hand on the token of the step that loads."""
+        self.failed(request_id)
+
     def forget(self, request_id: str) -> None:
-        """It failed: the request computes those blocks, and has them for itself. Or it ended."""
-        self._filling.pop(request_id, None)
+        """It ended."""
+        filling = self._filling.pop(request_id, None)
+        if filling is not None:
+            self._evict(filling)
+
+    def _evict(self, filling: Filling) -> None:
+        self._blocks.evict_blocks(set(filling.block_ids[filling.sure :]))

@@ -19,7 +19,8 @@ def model() -> Path:
 @pytest.fixture
 def machine(model, monkeypatch, request):
     without_process_ties(monkeypatch)
-    machine = Machine(str(model), blocks=getattr(request, "param", 64))
+    blocks, ahead = getattr(request, "param", (64, False))
+    machine = Machine(str(model), blocks, ahead=ahead)
     yield machine
     machine.close()
 
@@ -92,7 +93,9 @@ def test_a_copy_that_was_lost_is_computed_and_said(machine):
     assert not there.wrong_blocks()
 
 
-@pytest.mark.parametrize("machine", [24, 40], indirect=True)
+@pytest.mark.parametrize(
+    "machine", [(24, False), (40, False), (24, True), (40, True)], indirect=True
+)
 def test_a_crowd_over_few_blocks_never_reads_nonsense(machine):
     """Chats that hop, with room for a few of them: every answer is what the whole prompt gives."""
     rng = random.Random("crowd")

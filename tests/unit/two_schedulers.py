@@ -36,9 +36,10 @@ def next_token(tokens: list[int]) -> int:
 
 
 class Machine:
-    """``blocks``: of each engine; few of them are evicted all the time."""
+    """``blocks``: of each engine; few of them are evicted all the time. ``ahead``: vLLM's asynchronous
+    scheduling, a step is scheduled before the outputs of the one before are counted."""
 
-    def __init__(self, model: str, blocks: int, engines: int = 2) -> None:
+    def __init__(self, model: str, blocks: int, engines: int = 2, ahead: bool = False) -> None:
         self.index = Index.create(
             f"pdtest-{secrets.token_hex(6)}",
             engine_slots=engines + 1,
@@ -50,7 +51,9 @@ class Machine:
                 slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
                 restarts=0,
             )  # fmt: skip
-        self.engines = [Engine(self, slot, engines, model, blocks) for slot in range(engines)]
+        self.engines = [
+            Engine(self, slot, engines, model, blocks, ahead) for slot in range(engines)
+        ]
 
     def close(self) -> None:
         for engine in self.engines:
@@ -60,7 +63,9 @@ class Machine:
 
 
 class Engine:
-    def __init__(self, machine: Machine, slot: int, engines: int, model: str, blocks: int) -> None:
+    def __init__(
+        self, machine: Machine, slot: int, engines: int, model: str, blocks: int, ahead: bool
+    ) -> None:
         self.machine, self.slot = machine, slot
         self.memory: list[list[Any]] = [[NOBODY] * BLOCK for _ in range(blocks)]
         self.tables: dict[str, list[int]] = {}
@@ -70,7 +75,12 @@ class Engine:
         """The share of loads during which the peer hands out one of the blocks."""
         self._rng = random.Random(slot)
         self._reader = Index.attach(machine.index.name, me=slot)
-        self.scheduler, self._hasher = _scheduler(machine.index.name, slot, engines, model, blocks)
+        self.scheduler, self._hasher = _scheduler(
+            machine.index.name, slot, engines, model, blocks, ahead
+        )
+        self._ahead, self._uncounted = ahead, []
+        self._tokens: dict[str, list[int]] = {}
+        """As the device knows them: with those that the scheduler has not been told of."""
 
     def send(self, request_id: str, tokens: list[int], answer: int, salt: str = "") -> None:
         from vllm.v1.request import Request
@@ -86,22 +96,36 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_unfinished_requests()
+        return self.scheduler.has_unfinished_requests() or bool(self._uncounted)
 
     def step(self) -> None:
-        scheduled = self.scheduler.schedule()
-        self._follow_tables(scheduled)
-        report, invalid = self._load(scheduled.kv_connector_metadata)
-        sampled = [self._forward(rid, n) for rid, n in scheduled.num_scheduled_tokens.items()]
-        ids = [*scheduled.num_scheduled_tokens]
-        outputs = self.scheduler.update_from_output(
-            scheduled, _model_output(ids, sampled, report, invalid)
-        )
-        for output in outputs.get(0).outputs if outputs.get(0) else ():
-            self.answers[output.request_id] += output.new_token_ids
-            if output.prefill_stats is not None:
-                self.computed[output.request_id] = output.prefill_stats.num_computed_tokens
+        """One turn of the loop. The device has made a step when ``schedule`` returns."""
+        if self.scheduler.has_unfinished_requests():
+            scheduled = self.scheduler.schedule()
+            self._follow_tables(scheduled)
+            report, invalid = self._load(scheduled.kv_connector_metadata)
+            starts = self._starts(scheduled)
+            sampled = [
+                self._forward(rid, starts[rid], n)
+                for rid, n in scheduled.num_scheduled_tokens.items()
+            ]
+            ids = [*scheduled.num_scheduled_tokens]
+            self._uncounted.append((scheduled, _model_output(ids, sampled, report, invalid)))
+        if len(self._uncounted) > self._ahead or not self.scheduler.has_unfinished_requests():
+            self._count(*self._uncounted.pop(0))
         self.scheduler.connector.has_pending_push_work()
+
+    def _starts(self, scheduled) -> dict[str, int]:
+        cached = scheduled.scheduled_cached_reqs
+        new = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def _count(self, scheduled, output) -> None:
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        for one in outputs.get(0).outputs if outputs.get(0) else ():
+            self.answers[one.request_id] += one.new_token_ids
+            if one.prefill_stats is not None:
+                self.computed[one.request_id] = one.prefill_stats.num_computed_tokens
 
     def leave(self, request_id: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -139,12 +163,14 @@ class Engine:
         """As if a request had got it, and written in it."""
         self.scheduler.connector._scheduler._prefixes.handed_out([block])
 
-    def _forward(self, request_id: str, count: int) -> list[int]:
+    def _forward(self, request_id: str, first: int, count: int) -> list[int]:
         request = self.scheduler.requests[request_id]
-        tokens, table = list(request.all_token_ids), self.tables[request_id]
-        # ``schedule`` has moved the count on already.
-        end = request.num_computed_tokens
-        first, right = end - count, True
+        known, table = self._tokens.setdefault(request_id, []), self.tables[request_id]
+        # A request that was preempted, or whose load failed, has lost what the device sampled last.
+        told = list(request.all_token_ids)
+        end = first + count
+        tokens = told if len(told) >= end or len(known) < end else known
+        right = True
         for at in range(end):
             block, offset = table[at // BLOCK], at % BLOCK
             if at < first:
@@ -153,7 +179,9 @@ class Engine:
                 self.memory[block][offset] = self._name(request, tokens, at) if right else NOBODY
         if end < len(tokens):
             return []
-        return [next_token(tokens) if right else 0]
+        token = next_token(tokens) if right else 0
+        self._tokens[request_id] = [*tokens, token]
+        return [token]
 
     def _name(self, request, tokens: list[int], at: int) -> int:
         return name((request.cache_salt, *tokens[: at + 1]))
@@ -164,9 +192,10 @@ class Engine:
         return [block for block in shown if NOBODY in self.memory[block]]
 
 
-def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int):
+def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int, ahead: bool):
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -178,7 +207,7 @@ def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int
     args = vllm_args.parse(
         ["--model", model, "--block-size", str(BLOCK), "--max-model-len", "512", "--dtype",
          "float32", "--enforce-eager", "--max-num-batched-tokens", "64",
-         "--max-num-seqs", "8", "--no-async-scheduling"]
+         "--max-num-seqs", "8", "--async-scheduling" if ahead else "--no-async-scheduling"]
     )  # fmt: skip
     transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
     config = engine_config(args, transfer)
@@ -191,7 +220,7 @@ def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int
     )
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
-    scheduler = Scheduler(
+    scheduler = (AsyncScheduler if ahead else Scheduler)(
         config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
     )
     return scheduler, get_request_block_hasher(BLOCK, hash_fn)
