@@ -282,10 +282,21 @@ def test_a_node_that_is_ended_while_it_starts_leaves_nothing(model, tmp_path, ph
         node.stop()
 
 
+def decides_by_estimate(node: Node) -> None:
+    """The one node of these tests with ``--split auto``: it was measured before it was ready."""
+    assert all(engine["constants"] for engine in node.status()["engines"])
+    tokens_of(node, prompt=PROMPT[:20], max_tokens=4)
+    tokens_of(node, prompt=PROMPT[:500], max_tokens=4)
+    reasons = node.status()["counters"]["reasons"]
+    assert reasons.pop("short_prompt") == 1
+    assert [*reasons] in (["idle_decode"], ["split_faster"]), reasons
+
+
 def test_a_killed_launcher_takes_everything_with_it(model, tmp_path):
     node = started(model, tmp_path / "node.log")
     try:
         node.wait_ready()
+        decides_by_estimate(node)
         status = node.status()
         pids = [p for e in status["engines"] for p in (e["pid"], *e["worker_pids"])]
         anonymous = anonymous_names(pids)
