@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers import ENGINE_ARGS, Node
+from bench.servers import ENGINE_ARGS, Node, Twin
 from bench.tiny_models import tiny_llama
 
 
 @pytest.fixture(scope="session")
 def model() -> Path:
     return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def twin(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    """Plain vLLM with the nodes' arguments. Idle while nobody asks it, so it stays for all tests."""
+    twin = Twin(str(model), tmp_path_factory.mktemp("twin") / "twin.log", *ENGINE_ARGS)
+    try:
+        twin.wait_ready()
+        yield twin
+    finally:
+        twin.stop()
 
 
 @pytest.fixture(scope="session")

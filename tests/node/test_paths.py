@@ -54,15 +54,10 @@ def ask_crowd(server: Server, name: object) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def expected(twin: Twin) -> dict:
     """Plain vLLM's answers."""
-    twin = Twin(str(model), tmp_path_factory.mktemp("twin") / "twin.log", *ENGINE_ARGS)
-    try:
-        twin.wait_ready()
-        answers: dict = {n: ask(twin, prompt(n, n)) for n in LENGTHS}
-        return answers | {name: ask_crowd(twin, name) for name in ("calm", "killed")}
-    finally:
-        twin.stop()
+    answers: dict = {n: ask(twin, prompt(n, n)) for n in LENGTHS}
+    return answers | {name: ask_crowd(twin, name) for name in ("calm", "killed")}
 
 
 @pytest.fixture(scope="module")

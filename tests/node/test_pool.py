@@ -55,14 +55,9 @@ def forget(node: Node) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+def expected(twin: Twin) -> dict[int, list[int]]:
     """Plain vLLM's answers, by prompt length."""
-    twin = Twin(str(model), tmp_path_factory.mktemp("twin") / "twin.log", *ENGINE_ARGS)
-    try:
-        twin.wait_ready()
-        return {length: ask(twin, prompt(length, length))[0] for length in LENGTHS}
-    finally:
-        twin.stop()
+    return {length: ask(twin, prompt(length, length))[0] for length in LENGTHS}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The twin's answers, recorded before any node starts: two servers at once would be too much."""
+"""The twin's answers, recorded before any node of these tests starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers import ENGINE_ARGS, Twin
+from bench.servers import Twin
 from tests.twin import chat
 from tests.twin.cases import BLOCK, CROWD, Case
 from tests.twin.record import Recorded, record
@@ -30,23 +30,15 @@ class TwinAnswers:
 
 
 @pytest.fixture(scope="session")
-def twin_answers(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TwinAnswers:
+def twin_answers(request: pytest.FixtureRequest, twin: Twin) -> TwinAnswers:
     """What the selected tests need."""
-    log = tmp_path_factory.mktemp("twin") / "twin.log"
     items = request.session.items
     asked = {name for item in items for name in getattr(item, "fixturenames", ())}
-    twin = Twin(str(model), log, *ENGINE_ARGS)
-    try:
-        twin.wait_ready()
-        return TwinAnswers(
-            record(twin.url, _wanted_cases(items)),
-            chat.talk(twin.url, "twin")[0] if "conversation" in asked else None,
-            chat.siblings(twin.url) if "siblings" in asked else None,
-        )
-    finally:
-        twin.stop()
+    return TwinAnswers(
+        record(twin.url, _wanted_cases(items)),
+        chat.talk(twin.url, "twin")[0] if "conversation" in asked else None,
+        chat.siblings(twin.url) if "siblings" in asked else None,
+    )
 
 
 @pytest.fixture(scope="session")
