@@ -165,7 +165,7 @@ class Engine:
             self.client = connect_engine_core(
                 self.vllm_config, **addresses, log_stats=self._log_stats
             )
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:  # OSError: a timeout, or the nursery was closed
             self.state = EngineState.FAILED
             self.kill()
             raise EngineFailed(

@@ -98,6 +98,7 @@ class Nursery:
         from pdnode.nursery_process import main
 
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.getpid()
         pid = os.fork()
         if pid:
             theirs.close()
@@ -107,7 +108,7 @@ class Nursery:
             null = os.open(os.devnull, os.O_RDWR)
             for fd in range(3):
                 os.dup2(null, fd)
-            main(theirs.detach())
+            main(theirs.detach(), launcher)
         finally:
             os._exit(0)
 
@@ -116,16 +117,11 @@ class Nursery:
         level = os.environ.get("PDNODE_ENGINE_LOGGING_LEVEL", "INFO")
         code = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from pdnode.nursery_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+            "from pdnode.nursery_process import main; main(int(sys.argv[2]))"
         )
-        # The signal follows the thread that started it, and this one lives as long as the launcher.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", code, json.dumps(sys.path)),
-                    *(str(theirs.fileno()), str(parent)),
-                ],
+                [sys.executable, "-c", code, json.dumps(sys.path), str(theirs.fileno())],
                 env={**os.environ, LEVEL: level, PRELOAD: self._preload},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -25,8 +25,8 @@ from pdnode.nursery import receive, send
 PR_SET_PDEATHSIG = 1
 
 
-def main(control_fd: int, parent: int) -> None:
-    """``parent``: the launcher's pid if this process is to end with it at once, else 0."""
+def main(control_fd: int, parent: int = 0) -> None:
+    """``parent``: the launcher's pid if its main thread started this, which then ends with it."""
     if parent:
         _end_with(parent)
     # The launcher gets a terminal's Ctrl-C too, and ends its engines in order.

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from bench.chaos import ask as ask_stream
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from pdnode import rundir
+from pdnode.reaper import marked
 from tests.leftovers import names_of
 from tests.twin.checks import settled
 
@@ -31,6 +33,7 @@ BLOCKS = 24
 BLOCK_BYTES = 128 * 2**10
 LEASE_S = 4
 BOUND = 20
+AT_ONCE_S = 5.0
 KEY = "a-key-of-this-test"
 AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
 MARKER = "quetzalcoatlus"
@@ -253,3 +256,20 @@ def test_no_log_holds_a_prompt(node):
     written = {path: path.read_text(errors="replace") for path in (*logs.iterdir(), node.log)}
     assert len(written) >= 3
     assert [path for path, text in written.items() if MARKER in text] == []
+
+
+def test_a_second_ctrl_c_ends_it_at_once(node):
+    """Last on this node: it ends it."""
+    boot_id = node.status()["boot_id"]
+    body = body_of("never ends", 200, 1700) | {"stream": True}
+    with node.http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_bytes())
+        node.process.send_signal(signal.SIGINT)
+        node.wait_status(lambda s: s["draining"], 5, "draining")
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(AT_ONCE_S) == 0
+    deadline = time.monotonic() + AT_ONCE_S
+    while left := [*marked(boot_id), *names_of(boot_id)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+    assert "Traceback" not in node.log.read_text(errors="replace")
