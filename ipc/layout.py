@@ -66,11 +66,11 @@ HEADER = struct.Struct("=8Q64sQQ")
 
 CONTROL = struct.Struct("=32sIIQQ")  # engine id, role, state, boot id, restarts
 CONTROL_BOOT_AT = 40  # of the boot id within the body: validate reads this word alone
-LOAD = struct.Struct("=31Q")  # records.LOAD_FIELDS
+LOAD = struct.Struct("=34Q")  # records.LOAD_FIELDS
 REGION = struct.Struct("=64s10Q32sQ")  # RegionRecord: segment, 9 numbers, fingerprint length, ...
 
 CELL_CRC_BYTES = 8
-CONTROL_SPAN, LOAD_SPAN, REGION_SPAN = LINE, 4 * LINE, 4 * LINE
+CONTROL_SPAN, LOAD_SPAN, REGION_SPAN = LINE, 5 * LINE, 4 * LINE
 CONTROL_AT = 0
 LOAD_AT = CONTROL_AT + LINE + 2 * CONTROL_SPAN
 REGIONS_AT = LOAD_AT + LINE + 2 * LOAD_SPAN

@@ -32,10 +32,11 @@ GAUGES = (
     "queued_prompt_tokens", "index_entries", "blocks_cached",
 )  # fmt: skip
 COUNTERS = (
-    "handoffs_in", "handoffs_out", "handoff_bytes", "handoff_ns", "load_failures", "stale_reads",
-    "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits", "pool_tokens",
-    "pool_stored", "deferred", "prefix_pulls", "prefix_tokens", "prefix_bytes", "prefix_ns",
-    "prefix_failures", "blocks_evicted", "evicted_returns",
+    "handoffs_in", "handoff_bytes", "handoff_tail_bytes", "handoff_ns", "load_failures",
+    "stale_reads", "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits",
+    "pool_tokens", "pool_stored", "deferred", "prefix_pulls", "prefix_tokens", "prefix_bytes",
+    "prefix_ns", "prefix_failures", "blocks_evicted", "evicted_returns", "follows",
+    "follow_no_room", "follow_yielded",
 )  # fmt: skip
 LOAD_FIELDS = GAUGES + COUNTERS
 
@@ -44,11 +45,14 @@ class EngineRecord(NamedTuple):
     """One engine: its control line (written by the node) and its load line (by its scheduler).
 
     heartbeat_ns is CLOCK_MONOTONIC of the last `set_load`, 0 before the first. Counters go on
-    across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in.
+    across restarts of the engine. handoff_ns: time spent in copies; handoff_bytes: bytes copied in;
+    handoff_tail_bytes: those of them that were copied after the owner had computed everything.
     deferred: prompts that had to wait because finished ones held too many blocks. pool_hits: requests
     that took blocks from the KV pool; pool_tokens: how many tokens those saved; pool_stored: blocks
-    put in. pins and index_entries are what is held now: finished prompts kept for a reader, and
-    entries in this engine's table.
+    put in. follows: prompts copied while a peer computed them; follow_no_room: those that were not,
+    for lack of blocks; follow_yielded: those that had to give their blocks to others. pins and
+    index_entries are what is held now: finished prompts kept for a reader, and entries in this
+    engine's table.
     blocks_cached: blocks whose content others may take; prefix_*: what was taken of theirs (prefix_ns:
     time in copies); blocks_evicted: those that lost their content to another, and evicted_returns
     those of them that were computed again later.
@@ -71,8 +75,8 @@ class EngineRecord(NamedTuple):
     index_entries: int
     blocks_cached: int
     handoffs_in: int
-    handoffs_out: int
     handoff_bytes: int
+    handoff_tail_bytes: int
     handoff_ns: int
     load_failures: int
     stale_reads: int
@@ -91,6 +95,9 @@ class EngineRecord(NamedTuple):
     prefix_failures: int
     blocks_evicted: int
     evicted_returns: int
+    follows: int
+    follow_no_room: int
+    follow_yielded: int
 
 
 class RegionRecord(NamedTuple):

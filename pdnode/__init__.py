@@ -15,6 +15,9 @@ The life of a request (prefill-first):
                                                      .release_pins
 11. D decodes to the end                             journey.Journey.on_output
 
+Decode-first (--flow), D begins with 5: a follower copies     decode_first.DecodeFirst._follow,
+each chunk that P has computed, and 8 finds less to ask for    connector/following.Following.step
+
 Around it: config (argv -> NodeConfig), node (up, serve, down), engine (one engine core's life),
 nursery (where CPU engines are forked from), rundir and reaper (nothing stays behind), selftest, warmup
 and meter (how fast the engines are), status (what the node looks like from outside).

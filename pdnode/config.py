@@ -25,6 +25,7 @@ from pdnode import checks, default_model, flags, kvpath, refusals, vllm_args
 from pdnode.assign import Assignment, Machine, assign
 from pdnode.device import CpuDevice, Device
 from pdnode.errors import ConfigError
+from pdnode.flags import FLOWS
 from pdnode.nvml import NoNvml, discover_nvml
 from pdnode.placement import PlacementConfig
 from pdnode.topology import discover_cpu
@@ -105,8 +106,8 @@ def parse(argv: Sequence[str]) -> NodeConfig:
     if "--config" in argv:
         argv = vllm_args.expand_config_file(argv)
     own, rest = flags.split(argv)
-    _flow(own)
     refusals.early(rest)
+    kvpath.check_ranks(own.kv_path, own.prefill_tp, own.decode_tp)
     assignment = kvpath.prepared(own.kv_path, assign(own, _machine(cpu_build)))
     _early_checks(rest)
     return _build(own, rest, assignment)
@@ -117,11 +118,6 @@ def _help(argv: Sequence[str]) -> None:
     print("\nand every flag of `vllm serve` (--help=all lists them):\n", flush=True)
     vllm_args.print_help(argv)
     raise SystemExit(0)
-
-
-def _flow(own: argparse.Namespace) -> None:
-    if own.flow == "decode-first":
-        raise ConfigError("--flow decode-first is not available yet: use --flow prefill-first")
 
 
 def _machine(cpu_build: bool) -> Machine:
@@ -158,6 +154,7 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
             "of the two out"
         )
     _pool(own, parsed, assignment)
+    _flow(own, parsed)
     host = parsed.host or DEFAULT_HOST
     if parsed.uds is None:
         checks.port(host, parsed.port)
@@ -230,6 +227,14 @@ def _engine(
 ) -> EngineSpec:
     tp_args = ["--tensor-parallel-size", str(tp)] if tp > 1 else []
     return EngineSpec(f"{role}-{i}", slot, role, device, tp, (*serve_args, *tp_args))
+
+
+def _flow(own: argparse.Namespace, parsed: argparse.Namespace) -> None:
+    if own.flow != FLOWS[0] and parsed.enable_prefix_caching is False:
+        raise ConfigError(
+            f"--flow {own.flow} hands KV over through the decode engine's prefix cache: leave "
+            "--no-enable-prefix-caching out, or use --flow prefill-first"
+        )
 
 
 # ---- memory

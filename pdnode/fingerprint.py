@@ -1,4 +1,7 @@
-"""All that two engines must agree on before one may read the other's KV, as one digest."""
+"""All that two engines must agree on before one may read the other's KV, as one digest.
+
+Not the tensor parallel size: a reader takes the heads that it needs from whichever ranks have them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ def facts(config: VllmConfig) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "prefix_hash": str(config.cache_config.prefix_caching_hash_algo),
         "prefix_hash_seed": seed.hex(),
-        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
     }
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from pdnode.errors import ConfigError
 
-FLOWS = ("prefill-first", "decode-first")
+FLOWS = ("prefill-first", "decode-first", "auto")
 KV_PATHS = ("auto", "shm", "staged", "cuda-ipc")
 CPU_LISTS = ("prefill_cpus", "decode_cpus")
 GPU_LISTS = ("prefill_gpus", "decode_gpus")
@@ -49,7 +49,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--flow",
         choices=FLOWS,
         default=FLOWS[0],
-        help="when decode starts to pull KV: after prefill (default), or with it",
+        help="when decode starts to copy KV: after prefill (default), with it, or as estimated",
     )
     group.add_argument(
         "--split",

@@ -7,6 +7,9 @@
 
 A leg is the request's life on one engine; legs have their own ids, so that a late answer of a leg
 that was given up can never be taken for the present one's. What happened when is ``timeline``'s.
+
+Decode-first, the decode engine is sent a follower together with the prefill leg: no leg, for it
+answers nothing, but what it has copied by the time the decode leg comes need not be copied then.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from pdnode.connector.following import DO_FOLLOW, REMOTE_SLOT, TRANSFER_ID
 from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.meter import Work
 from pdnode.placement import Plan
@@ -70,6 +74,8 @@ class Journey:
     stage: Stage = Stage.PREFILL
     leg: Leg | None = None
     legs: int = 0
+    follower: Source | None = None
+    """The request that copies ahead: the engine it is on, and its id there."""
     source: Source | None = None
     """Whoever ends the journey, or sees the copy done, acknowledges it."""
     emitted: list[int] = field(default_factory=list)
@@ -117,11 +123,27 @@ class Journey:
         if self.plan.token1 is Token1.RESAMPLE:
             # P's token is thrown away: no grammar to compile, no generator to seed, and no way to
             # stop before the KV is offered.
-            return SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+            return _no_sampling()
         params = copy.copy(self.request.sampling_params)
         assert params is not None
         params.max_tokens = 1
         return params
+
+    def follow_request(self) -> EngineCoreRequest:
+        """For D: copy the prompt while P, on the present leg, computes it."""
+        assert self.leg is not None
+        self.follower = Source(self.plan.decode, f"{self.leg.leg_id}/f")
+        request = copy.copy(self.request)
+        request.request_id = self.follower.transfer_id
+        request.sampling_params = _no_sampling()
+        request.sampling_params.extra_args = {
+            KV_PARAMS: {
+                DO_FOLLOW: True,
+                TRANSFER_ID: self.leg.leg_id,
+                REMOTE_SLOT: self.leg.slot,
+            }
+        }
+        return request
 
     def decode_request(self) -> EngineCoreRequest:
         """What is left after the prompt and the tokens the client has."""
@@ -174,8 +196,8 @@ class Journey:
         if self.source is not None:
             kv_transfer_params |= {
                 "do_remote_prefill": True,
-                "transfer_id": self.source.transfer_id,
-                "remote_slot": self.source.slot,
+                TRANSFER_ID: self.source.transfer_id,
+                REMOTE_SLOT: self.source.slot,
             }
         if kv_transfer_params:
             params.extra_args = {**(params.extra_args or {}), KV_PARAMS: kv_transfer_params}
@@ -234,6 +256,10 @@ class Journey:
 def offers_kv(output: EngineCoreOutput) -> bool:
     """The leg that this output ends keeps its KV for a reader."""
     return "transfer_id" in (output.kv_transfer_params or ())
+
+
+def _no_sampling() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 def error_output(request_id: str) -> EngineCoreOutput:

@@ -59,6 +59,15 @@ def prepared(asked: str, assignment: Assignment) -> Assignment:
     return dataclasses.replace(assignment, prefill=prefill, decode=decode)
 
 
+def check_ranks(asked: str, prefill_tp: int, decode_tp: int) -> None:
+    """Raises ConfigError where the roles' ranks hold different heads and the path cannot pick."""
+    if prefill_tp != decode_tp and asked in (STAGED, CUDA_IPC):
+        raise ConfigError(
+            f"--prefill-tp {prefill_tp} and --decode-tp {decode_tp} differ, and --kv-path {asked} "
+            "hands over whole pages: make them equal, or take --kv-path auto"
+        )
+
+
 def _fake_driver_folder() -> str:
     named = os.environ.get(FAKE_DRIVER, "")
     library = Path(named)

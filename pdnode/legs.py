@@ -53,6 +53,9 @@ class Counters:
     single_engine_reasons: Counter = field(default_factory=Counter)
     role_changes: Counter = field(default_factory=Counter)
     """By who wanted it: ``asked``, or a reason of ``--roles auto``."""
+    decode_first: int = 0
+    """Requests that were sent to D together with P."""
+    flow_reasons: Counter = field(default_factory=Counter)
     recomputed_prompt_tokens: int = 0
     resumes: int = 0
     resume_recomputed_tokens: int = 0

@@ -23,6 +23,7 @@ from pdnode import (
     admission,
     fingerprint,
     http_routes,
+    models,
     role_keeper,
     rundir,
     selftest,
@@ -34,7 +35,7 @@ from pdnode.config import NodeConfig
 from pdnode.connector import generators, replay
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.engine import Engine, EngineState, kv_transfer_config
-from pdnode.errors import BadRole, EngineFailed, NodeStartError, PdNodeError
+from pdnode.errors import BadRole, ConfigError, EngineFailed, NodeStartError, PdNodeError
 from pdnode.metrics import NodeMetrics
 from pdnode.outlets import Outlets
 from pdnode.placement import NodeView
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from ipc.segment import Segment
     from pdnode.nursery import Nursery
+    from pdnode.vllm_compat import VllmConfig
 
 STOP_ENGINE_S = 2.0
 """From TERM to KILL for an engine that has nothing left to finish."""
@@ -157,6 +159,7 @@ class Node:
 
     async def _start(self):
         config = self.config
+        front = await asyncio.to_thread(self._front_config)
         self.index = Index.create(
             f"{self._run_dir.segment_prefix}.index",
             engine_slots=len(config.engines) + 1,
@@ -167,7 +170,6 @@ class Node:
         # The node writes control lines as itself, and acknowledges hand-offs that ended without a
         # reader from a slot of its own behind the engines'.
         self.acks = Index.attach(self.index.name, me=len(config.engines))
-        front = await asyncio.to_thread(engine_config, config.frontend_args, None)
         self.engines = await asyncio.to_thread(self._build_engines)
         self.supervisor = Supervisor(config, self.engines, self.index, self.progress)
         async with asyncio.timeout(config.start_timeout_s) as budget:
@@ -202,6 +204,16 @@ class Node:
         REGISTRY.register(metrics)
         transfers = TransferLog(self.progress.line, lambda: status.failures(self))
         self.client.history.on_finished += [metrics.finished, transfers.finished]
+
+    def _front_config(self) -> VllmConfig:
+        """vLLM's reading of the model, for the front end. Raises ConfigError."""
+        try:
+            front = engine_config(self.config.frontend_args, None)
+        except ValueError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+        tp_of = {engine.role: engine.tensor_parallel_size for engine in self.config.engines}
+        models.check(front, tp_of["prefill"], tp_of["decode"])
+        return front
 
     @property
     def _pool_name(self) -> str:
@@ -243,6 +255,8 @@ class Node:
                 kv_served=tuple(
                     {self.config.kv_path(spec, reader): None for reader in self.config.engines}
                 ),
+                ranks=tuple(engine.tensor_parallel_size for engine in self.config.engines),
+                kv_heads=template.model_config.get_total_num_kv_heads(),
                 pool_name=self._pool_name,
             )
             engines.append(

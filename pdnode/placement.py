@@ -112,6 +112,8 @@ class Plan:
     prefix_from: int | None = None
     """Whom the engine that computes the prompt should copy its prefix from first."""
     estimates: Estimates | None = field(default=None, compare=False)
+    decode_first: bool = False
+    """D copies the prompt's KV while P computes it (see flow)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdnode.engine import Engine
+from pdnode.decode_first import DecodeFirst
+from pdnode.engine import Engine, EngineState
 from pdnode.journey import Journey, Stage, error_output
-from pdnode.legs import Legs
 from pdnode.placement import Plan
 from pdnode.vllm_compat import EngineCoreOutputs, init_logger
 
@@ -25,7 +25,7 @@ class Resources:
     engine_dead: bool = False
 
 
-class Recovery(Legs):
+class Recovery(DecodeFirst):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.resources = Resources()
@@ -40,6 +40,7 @@ class Recovery(Legs):
             await self._resume(journey)
 
     async def _resume(self, journey: Journey) -> None:
+        await self._unfollow(journey)
         journey.deaths += 1
         journey.deaths_in_a_row += 1
         if journey.deaths_in_a_row >= MAX_DEATHS_IN_A_ROW or journey.deaths >= MAX_DEATHS:
@@ -79,6 +80,16 @@ class Recovery(Legs):
             return
         self.counters.resumes += 1
         await self._send(journey, journey.resume_request())
+
+    async def _decode(self, journey: Journey) -> None:
+        """Send the decode leg; when its engine died while P computed, to whichever can take it."""
+        if self._engine(journey.plan.decode).state is not EngineState.READY:
+            chosen = self._place(journey.request)
+            if not isinstance(chosen, Plan):
+                self._waiting.append(journey)
+                return
+            journey.plan = replace(journey.plan, decode=chosen.decode)
+        await self._send(journey, journey.decode_request())
 
     async def no_engine_left(self) -> None:
         """No engine will come back: end what waits for one, and tell vLLM's front end."""

@@ -204,7 +204,7 @@ class SplitClient(Recovery):
         if resumed_from is not None:
             await self._acknowledge(resumed_from)
         if journey.stage is Stage.DECODE:
-            await self._send(journey, journey.decode_request())
+            await self._decode(journey)
         return mine
 
     async def _decode_began(self, journey: Journey, output: EngineCoreOutput):

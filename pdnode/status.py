@@ -64,10 +64,19 @@ def node_status(node: Node) -> dict[str, Any]:
             "reasons": dict(counters.reasons),
             "handoffs": counters.handoffs,
             "handoff_bytes": sum(load.handoff_bytes for load in loads) - node.self_test_bytes,
+            "handoff_tail_bytes": sum(load.handoff_tail_bytes for load in loads)
+            - node.self_test_bytes,
             "handoff_seconds": sum(load.handoff_ns for load in loads) / 1e9,
             "single_engine": counters.single_engine,
             "single_engine_reasons": dict(counters.single_engine_reasons),
             "role_changes": dict(counters.role_changes),
+            "decode_first": counters.decode_first,
+            "flow_reasons": dict(counters.flow_reasons)
+            | {
+                name: total
+                for name in ("follow_no_room", "follow_yielded")
+                if (total := sum(getattr(load, name) for load in loads))
+            },
             "recomputed_prompt_tokens": counters.recomputed_prompt_tokens
             + sum(load.recomputed_tokens for load in loads),
             "load_failures": sum(load.load_failures for load in loads),

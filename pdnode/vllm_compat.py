@@ -43,6 +43,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
@@ -65,6 +66,7 @@ __all__ = [
     "EngineDeadError",
     "FinishReason",
     "GracefulHTTPError",
+    "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -164,11 +166,18 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.config.kv_transfer", "KVTransferConfig", ("kv_connector_module_path", "engine_id")),
     ("vllm.config.kv_transfer", "KVTransferConfig", ("kv_load_failure_policy",)),
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", ()),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorBase_V1.get_mem_pool_context",
-        (),
+        "KVConnectorBase_V1",
+        (
+            "get_mem_pool_context",
+            "has_pending_push_work",
+            "get_block_ids_with_load_errors",
+            "build_connector_worker_meta",
+            "wait_for_save",
+            "has_pending_block_frees",
+            "update_connector_output",
+        ),
     ),
     # On GPUs vLLM allocates: one buffer for all layers, inside the context of the connector (here
     # none), then views of it, [blocks, heads, tokens, content] in the order of the layout.
@@ -207,23 +216,8 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorBase_V1.has_pending_push_work",
-        (),
-    ),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
         "KVConnectorBase_V1.get_transfer_results",
         ("finished_req_ids",),
-    ),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorBase_V1.get_block_ids_with_load_errors",
-        (),
-    ),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorBase_V1.build_connector_worker_meta",
-        (),
     ),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
@@ -251,17 +245,14 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "CachedRequestData",
         ("req_ids", "resumed_req_ids", "new_block_ids"),
     ),
-    (
-        "vllm.v1.core.sched.output",
-        "SchedulerOutput",
-        ("scheduled_cached_reqs", "preempted_req_ids"),
-    ),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_cached_reqs",)),
     (
         "vllm.entrypoints.serve.middleware.authenticate",
         "AuthenticationMiddleware.verify_token",
         ("headers",),
     ),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens",)),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids",)),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash", ()),
     ("vllm.v1.core.kv_cache_utils", "init_none_hash", ("hash_fn",)),
     (
@@ -279,11 +270,10 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", ()),
     ("vllm.v1.request", "Request.update_block_hashes", ()),
     ("vllm.v1.request", "Request.get_skip_reading_prefix_cache", ()),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorBase_V1.wait_for_save",
-        (),
-    ),
+    ("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", ("num_cached_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", ("num_full_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", ("num_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_cached_block", ("block_hash",)),
     ("vllm.config.parallel", "ParallelConfig", ("worker_extension_cls",)),
     ("vllm.v1.engine.core_client", "AsyncMPClient.collective_rpc_async", ("method",)),
     # Of a worker, by generators.WorkerExtension: model_runner.input_batch.generators.
@@ -310,6 +300,9 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("engine_client", "listen_address", "sock", "args"),
     ),
     ("vllm.entrypoints.launchers.launcher", "setup_server", ("args", "reuse_port")),
+    ("vllm.config.model", "ModelConfig", ("get_total_num_kv_heads", "is_hybrid", "use_mla")),
+    ("vllm.config.model", "ModelConfig", ("is_attention_free", "is_encoder_decoder")),
+    ("vllm.config.model", "ModelConfig.is_multimodal_model", ()),
     ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", ("args",)),
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("usage_context",)),
     ("vllm.engine.arg_utils", "EngineArgs", ("enable_logging_iteration_details",)),

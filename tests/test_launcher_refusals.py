@@ -144,7 +144,16 @@ def sentence(argv: list[str]) -> str:
         (ON_CORES, "--decode-tp two", "--decode-tp: invalid int value: 'two'"),
         (ON_CORES, "--lease -1", "--lease: "),
         (ON_CORES, "--start-timeout nan", "nan is not a number of at least 0.1"),
-        (ON_CORES, "--flow decode-first", "--flow decode-first is not available yet"),
+        (
+            ON_CORES,
+            "--flow decode-first --no-enable-prefix-caching",
+            "leave --no-enable-prefix-caching",
+        ),
+        (
+            ON_CORES,
+            "--kv-path staged --prefill-tp 2",
+            "--prefill-tp 2 and --decode-tp 1 differ, and --kv-path staged",
+        ),
         (ON_CORES, "--flow sideways", "--flow: invalid choice: 'sideways'"),
         (ON_GPUS, "--prefill-gpus 0,1 --decode-gpus 1", "GPU 1 is in both --prefill-gpus 0,1"),
         (ON_GPUS, "--prefill-gpus 0 --decode-gpus GPU-0000", "GPU 0 is in both"),

@@ -88,9 +88,15 @@ class PdConnector(KVConnectorBase_V1):
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # Called at the end of every step's accounting.
         assert self._scheduler is not None
         if connector_output.kv_connector_worker_meta is not None:
             self._scheduler.loaded(connector_output.kv_connector_worker_meta)
+        self._scheduler.progressed()
+
+    def has_pending_block_frees(self) -> bool:
+        assert self._scheduler is not None
+        return self._scheduler.make_room()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

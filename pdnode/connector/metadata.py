@@ -28,6 +28,8 @@ class Load:
     src_blocks: tuple[int, ...]
     dst_blocks: tuple[int, ...]
     tokens: int
+    ahead: bool = False
+    """Into blocks that no request has yet: when it fails, vLLM has nothing to compute again."""
 
 
 @dataclass(frozen=True, slots=True)

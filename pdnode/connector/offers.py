@@ -2,13 +2,15 @@
 
     begin      the request got its first blocks        entry: its blocks, nothing ready
     grow       it got more blocks                      entry: all blocks, tokens computed so far
+    progress   a prefill leg's step is done            entry: tokens computed so far
     complete   a prefill leg is done                   entry complete; blocks pinned by reference
     withdraw   it ended, or was preempted              entry gone BEFORE vLLM may reuse a block
     release    a peer took it, or the lease ran out    entry gone, pin given back
 
 An entry exists from the first block on so that a peer can pull while we compute (decode-first), and
 so that the KV of an engine that was killed can still be found. It is written only when a block is
-added: at most one block of work is not in it, and a decode step costs nothing.
+added, or a prefill leg's chunk is done: at most one block of work is not in it, and a decode step
+costs nothing.
 
 Pins are block references, not vLLM's "delay free": a finished request leaves vLLM at once, so an
 idle P sleeps instead of spinning until D answers, and an abort of an unknown id is harmless.
@@ -45,6 +47,9 @@ class Offer:
     request: Request
     ticket: Ticket
     block_ids: list[int]
+    awaited: bool
+    """A prefill leg: a peer may be copying what is ready while the rest is computed."""
+    tokens_ready: int
 
 
 class Offers:
@@ -80,32 +85,41 @@ class Offers:
         """Of the index, in use for running requests and pins."""
         return len(self._running) + len(self._pins)
 
-    def begin(self, request: Request, block_ids: list[int], tokens_ready: int) -> None:
+    def begin(
+        self, request: Request, block_ids: list[int], tokens_ready: int, *, awaited: bool
+    ) -> None:
         """``tokens_ready``: what these blocks held before this step (a prefix-cache hit)."""
         self.withdraw(request.request_id)
         total = request.num_prompt_tokens + (request.max_tokens or 1) - 1
+        tokens_ready = min(tokens_ready, total)
         try:
             ticket = self._index.insert(
                 request.request_id,
                 boot_id=self._settings.boot_id,
                 block_ids=block_ids,
-                tokens_ready=min(tokens_ready, total),
+                tokens_ready=tokens_ready,
                 tokens_total=total,
                 lease_s=RUNNING_LEASE_S,
             )
         except IndexFull as error:
             self._full(error)
             return
-        self._running[request.request_id] = Offer(request, ticket, list(block_ids))
+        self._running[request.request_id] = Offer(
+            request, ticket, list(block_ids), awaited, tokens_ready
+        )
 
     def grow(self, request_id: str, new_block_ids: list[int]) -> None:
         offer = self._running.get(request_id)
         if offer is None:
             return
         offer.block_ids.extend(new_block_ids)
-        # What is in flight on the device is not in memory yet.
-        done = offer.request.num_computed_tokens - offer.request.num_in_flight_tokens
-        self._publish(offer, done)
+        self._publish(offer, _done(offer.request))
+
+    def progress(self) -> None:
+        """A step is done, and the scheduler has counted what it computed."""
+        for offer in [*self._running.values()]:
+            if offer.awaited and (done := _done(offer.request)) > offer.tokens_ready:
+                self._publish(offer, done)
 
     def _publish(self, offer: Offer, tokens_ready: int) -> bool:
         try:
@@ -114,6 +128,7 @@ class Offers:
             self._full(error)
             self.withdraw(offer.request.request_id)
             return False
+        offer.tokens_ready = tokens_ready
         return True
 
     def complete(self, request: Request, block_ids: list[int]) -> bool:
@@ -166,3 +181,8 @@ class Offers:
     def _full(self, error: IndexFull) -> None:
         logger.error("%s", error)
         self._index.add_counters(self._settings.slot, index_full=1)
+
+
+def _done(request: Request) -> int:
+    # What is in flight on the device is not in memory yet.
+    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)

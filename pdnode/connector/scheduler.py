@@ -9,6 +9,8 @@ Life of a hand-off here (both ends run this code; every engine is ``kv_both``):
 5. D ``step``: hand the pairs to the workers, which copy before this step's forward
 6. D ``loaded``: drop, i.e. acknowledge to P
 7. P ``idle``: the next turn of P's loop gives the blocks back
+
+Decode-first, D begins before 2, with a follower (following.py); 3 then finds less to ask for.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ipc.index import Index
 from ipc.records import Entry
+from pdnode.connector.following import REMOTE_SLOT, TRANSFER_ID, Following
 from pdnode.connector.metadata import Load, LoadReport, PdMetadata
 from pdnode.connector.offers import Offers
 from pdnode.connector.pool import NodePool
@@ -36,8 +39,6 @@ logger = init_logger(__name__)
 
 DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"
-TRANSFER_ID = "transfer_id"
-REMOTE_SLOT = "remote_slot"
 
 
 class SchedulerHalf:
@@ -48,6 +49,7 @@ class SchedulerHalf:
         self._pool: BlockPool
         self._offers: Offers
         self._unsure: Unsure
+        self._following: Following
         self._matched: dict[str, tuple[Entry, int]] = {}
         self._local: dict[str, int] = {}
         """Tokens of a request's own prefix hit, from ``match`` to ``allocated``."""
@@ -59,6 +61,7 @@ class SchedulerHalf:
         self._present: set[str] = set()
         self._started: set[str] = set()
         self._deferred: dict[str, None] = {}
+        self._not_admitted: set[str] = set()
         self._steps = 0
         self._published: tuple[int, ...] = ()
         self._prefixes = Prefixes(settings, self._index, block_size)
@@ -70,12 +73,16 @@ class SchedulerHalf:
         self._offers = Offers(self._settings, self._index, pool)
         self._unsure = Unsure(pool, self._block_size, cached)
         self._prefixes.bind_block_pool(pool, self._unsure)
+        self._following = Following(
+            self._index, self._settings.slot, self._block_size, pool, self._prefixes.handed_out
+        )
         if self._node_pool is not None:
             self._node_pool.bind_block_pool(pool)
         self._publish_load()
 
     def on_new_request(self, request: Request) -> None:
         self._present.add(request.request_id)
+        self._following.begin(request)
 
     # --- take -------------------------------------------------------------------------------
 
@@ -87,6 +94,11 @@ class SchedulerHalf:
         if self._must_wait(request):
             return None, False
         entry = self._find(request)
+        if self._following.is_follower(request) or (
+            entry is not None and self._following.is_copying(entry.transfer_id)
+        ):
+            return None, False
+        self._not_admitted.add(request.request_id)
         self._local[request.request_id] = local_tokens
         if entry is None:
             self._matched.pop(request.request_id, None)
@@ -140,10 +152,12 @@ class SchedulerHalf:
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         request_id = request.request_id
         self._started.add(request_id)
+        self._not_admitted.discard(request_id)
         local_tokens = self._local.pop(request_id, request.num_computed_tokens)
         entry, _ = self._matched.pop(request_id, (None, 0))
-        self._offers.begin(request, block_ids, local_tokens)
-        if self._is_prefill_leg(request):
+        is_prefill_leg = self._is_prefill_leg(request)
+        self._offers.begin(request, block_ids, local_tokens, awaited=is_prefill_leg)
+        if is_prefill_leg:
             self._offers.promise(request_id, self._prompt_blocks(request))
         pool_tokens = external_tokens if request_id in self._from_pool and not entry else 0
         self._from_pool.discard(request_id)
@@ -157,6 +171,7 @@ class SchedulerHalf:
             self._unsure.begin(request, block_ids, local_tokens // self._block_size)
         if entry is None:
             return
+        self._following.end(entry.transfer_id)
         if external_tokens == 0:
             self._index.drop(entry)
             return
@@ -177,7 +192,11 @@ class SchedulerHalf:
 
     def step(self, scheduler_output: SchedulerOutput) -> PdMetadata:
         self._steps += 1
-        loads, self._loads = self._loads, []
+        if self._not_admitted:
+            # vLLM asked for a request and then gave it no blocks.
+            self._not_admitted.clear()
+            self._following.yield_room()
+        loads, self._loads = [*self._loads, *self._following.step(len(self._started))], []
         for request_id in scheduler_output.preempted_req_ids or ():
             self._offers.withdraw(request_id)
             self._prefixes.forget(request_id)
@@ -206,6 +225,14 @@ class SchedulerHalf:
                 if self._node_pool is not None:
                     self._node_pool.grow(request_id, new_blocks[0])
 
+    def make_room(self) -> bool:
+        """vLLM lacks a block for a running request. True: there will be some in the next step."""
+        return self._following.yield_room()
+
+    def progressed(self) -> None:
+        """A step's outputs are counted: who waits for a prompt's next chunk may copy it."""
+        self._offers.progress()
+
     def loaded(self, report: LoadReport) -> None:
         for failure in report.failed:
             self._unsure.failed(failure.request_id)
@@ -215,11 +242,16 @@ class SchedulerHalf:
             report, counters = self._node_pool.loaded(report)
             self._index.add_counters(self._settings.slot, **counters)
         report = self._prefixes.loaded(report)
+        followers = self._following.loaded(report)
         failed = {failure.request_id: failure for failure in report.failed}
-        request_ids = {done.request_id for done in report.done} | failed.keys()
+        request_ids = ({done.request_id for done in report.done} | failed.keys()) - followers
+        tail_bytes = 0
         for request_id in request_ids:
             load = self._loading.pop(request_id, None)
             if load is not None:
+                if load.entry.complete:
+                    done = (done for done in report.done if done.request_id == request_id)
+                    tail_bytes += sum(line.nbytes for line in done)
                 if request_id in self._present:
                     self._loaded_once.add(request_id)
                     self._copied[request_id] = _span(request_id, report)
@@ -228,9 +260,10 @@ class SchedulerHalf:
             self._settings.slot,
             handoffs_in=len(request_ids - failed.keys()),
             handoff_bytes=sum(done.nbytes for done in report.done),
+            handoff_tail_bytes=tail_bytes,
             handoff_ns=sum(done.duration_ns for done in report.done),
             load_failures=len(failed),
-            recomputed_tokens=sum(failure.tokens for failure in failed.values()),
+            recomputed_tokens=sum(failed[name].tokens for name in failed.keys() - followers),
         )
         for failure in failed.values():
             logger.warning("KV load of %s failed: %s", failure.request_id, failure.reason)
@@ -243,7 +276,9 @@ class SchedulerHalf:
         self._present.discard(request_id)
         self._started.discard(request_id)
         self._deferred.pop(request_id, None)
+        self._not_admitted.discard(request_id)
         self._matched.pop(request_id, None)
+        self._following.ended(request)
         copied = self._copied.pop(request_id, None)
         told = {HANDOFF: copied} if copied else {}
         self._local.pop(request_id, None)

@@ -34,6 +34,10 @@ class ConnectorSettings:
     """How this engine reads the KV of the engine in each slot; a missing one is ``shm``."""
     kv_served: tuple[str, ...] = ()
     """The ways in which other engines read this one's."""
+    ranks: tuple[int, ...] = ()
+    """Tensor parallel size of the engine in each slot; a missing one is 1."""
+    kv_heads: int = 1
+    """Of the model, over all ranks of an engine."""
     pool_name: str = ""
     """Of the node's KV pool; empty: there is none."""
 
@@ -42,6 +46,9 @@ class ConnectorSettings:
 
     def kv_path_from(self, owner: int) -> str:
         return self.kv_paths[owner] if owner < len(self.kv_paths) else "shm"
+
+    def ranks_of(self, slot: int) -> int:
+        return self.ranks[slot] if slot < len(self.ranks) else 1
 
     def to_extra_config(self) -> dict[str, Any]:
         return {"pdnode": asdict(self)}

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ipc.errors import IpcError, StaleRead
+from ipc.heads import held
 from ipc.index import Index
 from ipc.records import KVLayout, RegionRecord
 from pdnode.connector.kv_memory import GENERATION, KvMemory, OwnMemory
@@ -124,6 +125,8 @@ class WorkerHalf:
 
     def publish(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._region = self._memory.region(kv_caches)
+        if len(set(self._settings.ranks)) > 1:
+            self._check_heads(next(iter(kv_caches.values())))
         layout = layout_of(kv_caches, self._region.address, self._num_blocks)
         layout.validate(self._region.nbytes)
         self._home = Home(self._settings, self._rank, self._index, self._region, layout)
@@ -146,6 +149,16 @@ class WorkerHalf:
             ),
         )
 
+    def _check_heads(self, layer: torch.Tensor) -> None:
+        """Raises ValueError for pages that are not made of heads: peers could not take some of them."""
+        ranks, total = self._settings.ranks_of(self._settings.slot), self._settings.kv_heads
+        heads = len(held(total, ranks, self._rank))
+        if layer.ndim < 2 or layer.shape[1] != heads:
+            raise ValueError(
+                f"a KV page of this model has shape {tuple(layer.shape[1:])}, not {heads} heads "
+                "first: make --prefill-tp and --decode-tp equal"
+            )
+
     # --- peers' memory ------------------------------------------------------------------------
 
     def load(self, loads: list[Load | PrefixLoad | PoolLoad]) -> None:
@@ -154,7 +167,8 @@ class WorkerHalf:
                 try:
                     self._load(load)
                 except IpcError as error:
-                    self._failed_blocks.update(load.dst_blocks)
+                    if not (isinstance(load, Load) and load.ahead):
+                        self._failed_blocks.update(load.dst_blocks)
                     self._report.failed.append(LoadFailed(load.request_id, load.tokens, str(error)))
 
     def _load(self, load: Load | PrefixLoad | PoolLoad) -> None:

@@ -95,7 +95,8 @@ def test_damaged_line_is_a_stale_read(node, engines):
     engines[1].set_load(1, running=3)
     row = node.geometry.row(1) + layout.LOAD_AT
     raw = Segment.attach(node.name)
-    raw.buf[row + layout.LINE : row + layout.LINE + 300] = os.urandom(300)
+    both = 2 * layout.LOAD_SPAN
+    raw.buf[row + layout.LINE : row + layout.LINE + both] = os.urandom(both)
     with pytest.raises(StaleRead):
         node.engine(1)
 

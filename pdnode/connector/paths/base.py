@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from ipc.copy import Span
 from ipc.errors import LookupFault, PeerGone, RegionRefused
+from ipc.heads import HeadSlice, head_reads
 from ipc.index import Index
 from ipc.records import KVLayout, RegionRecord, State
 from pdnode.connector.metadata import Load
@@ -28,13 +29,25 @@ class Home:
     region: Span
     layout: KVLayout
 
-    def record(self, owner: int, boot_id: int) -> RegionRecord:
-        """Where the same rank of that engine has its KV. Raises PeerGone, RegionRefused."""
-        record = self.index.region(owner, self.rank)
+    def reads(self, owner: int) -> list[tuple[int, HeadSlice | None]]:
+        """[(rank of that engine, which of its heads)] that this rank needs. None: whole pages."""
+        theirs, ours = (self.settings.ranks_of(slot) for slot in (owner, self.settings.slot))
+        if theirs == ours:
+            return [(self.rank, None)]
+        # Both ends run the same vLLM: whatever a head keeps of a block is one piece in either page.
+        return [*head_reads(self.settings.kv_heads, theirs, ours, self.rank, tokens=1)]
+
+    def record(self, owner: int, boot_id: int, rank: int | None = None) -> RegionRecord:
+        """Where a rank of that engine has its KV (default: the same rank as this).
+
+        Raises PeerGone, RegionRefused.
+        """
+        rank = self.rank if rank is None else rank
+        record = self.index.region(owner, rank)
         if record is None or record.boot_id != boot_id:
             now = "nothing" if record is None else f"boot {record.boot_id:#x}"
             raise PeerGone(
-                f"the KV of slot {owner}, rank {self.rank} was boot {boot_id:#x}, is now {now}"
+                f"the KV of slot {owner}, rank {rank} was boot {boot_id:#x}, is now {now}"
             )
         mine = bytes.fromhex(self.settings.fingerprint)
         if record.fingerprint != mine:

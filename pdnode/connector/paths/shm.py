@@ -1,4 +1,8 @@
-"""CPU engines: the peer's KV segment is mapped, and one copy takes the blocks out of it."""
+"""CPU engines: the peer's KV segments are mapped, and one copy each takes the blocks out of it.
+
+There are several when the two engines have different numbers of ranks: this rank's heads may then lie
+with more than one of the owner's.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 from typing import ClassVar
 
 from ipc.copy import HostCopier, plan
+from ipc.heads import HeadSlice
 from ipc.memory import HostRegion
 from ipc.records import KVLayout
 from ipc.segment import SHM_DIR
@@ -14,12 +19,21 @@ from pdnode.connector.paths.base import Home, KvPath
 
 
 class MappedSegment:
-    def __init__(self, region: HostRegion, layout: KVLayout) -> None:
+    """One rank of the owner, and the heads in it that this rank needs."""
+
+    def __init__(self, region: HostRegion, layout: KVLayout, heads: HeadSlice | None) -> None:
         self.region = region
         self.layout = layout
+        self.heads = heads
+
+
+class MappedEngine:
+    def __init__(self, segments: list[MappedSegment]) -> None:
+        self.segments = segments
 
     def close(self) -> None:
-        self.region.close()
+        for segment in self.segments:
+            segment.region.close()
 
 
 class ShmPath(KvPath):
@@ -29,17 +43,34 @@ class ShmPath(KvPath):
         super().__init__(home)
         self._copier = HostCopier()
 
-    def _open(self, owner: int, boot_id: int) -> MappedSegment:
-        record = self._home.record(owner, boot_id)
+    def _open(self, owner: int, boot_id: int) -> MappedEngine:
+        engine = MappedEngine([])
+        try:
+            for rank, heads in self._home.reads(owner):
+                engine.segments.append(self._map(owner, boot_id, rank, heads))
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _map(self, owner: int, boot_id: int, rank: int, heads: HeadSlice | None) -> MappedSegment:
+        record = self._home.record(owner, boot_id, rank)
         fingerprint = bytes.fromhex(self._home.settings.fingerprint)
-        return MappedSegment(HostRegion.attach(record, fingerprint, boot_id), record.layout)
+        region = HostRegion.attach(record, fingerprint, boot_id)
+        return MappedSegment(region, record.layout, heads)
 
-    def _copy(self, load: Load, peer: MappedSegment) -> int:
-        pieces = plan(peer.layout, self._home.layout, load.src_blocks, load.dst_blocks)
-        return self._copier.copy(pieces, peer.region, self._home.region)
+    def _copy(self, load: Load, peer: MappedEngine) -> int:
+        return sum(
+            self._copier.copy(
+                plan(s.layout, self._home.layout, load.src_blocks, load.dst_blocks, s.heads),
+                s.region,
+                self._home.region,
+            )
+            for s in peer.segments
+        )
 
-    def _gone(self, owner: int, boot_id: int, peer: MappedSegment) -> bool:
+    def _gone(self, owner: int, boot_id: int, peer: MappedEngine) -> bool:
         # Not as soon as the owner is dead: requests that ran there still copy from its memory. The
         # node takes the name away when the last of them has, and then only mappings hold the pages.
-        named = os.path.exists(f"{SHM_DIR}/{peer.region.name}")
+        named = all(os.path.exists(f"{SHM_DIR}/{s.region.name}") for s in peer.segments)
         return not named or not self._home.is_same_boot(owner, boot_id)

@@ -1,0 +1,274 @@
+"""A prefill and a decode scheduler, vLLM's own, over memory that knows what it holds.
+
+No model and no worker. A forward writes, for each position that it computes, a name for all tokens up
+to there, provided that all before it is right in that engine's memory; else nonsense, and token 0.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from ipc.index import Index
+from ipc.records import Role, State
+from pdnode import vllm_args
+from pdnode.connector import connector as facade
+from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
+from pdnode.connector.settings import ConnectorSettings
+from pdnode.engine import kv_transfer_config
+from pdnode.vllm_compat import EngineCoreRequest, SamplingParams, engine_config
+
+BLOCK, CHUNK, MAX_LEN = 16, 64, 512
+P, D = 0, 1
+NONSENSE = "nonsense"
+
+
+def next_token(tokens: list[int]) -> int:
+    return abs(hash((*tokens, 7))) % 300 + 3
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Engine:
+    """``ahead``: vLLM's asynchronous scheduling, one step is scheduled before the last is counted."""
+
+    def __init__(self, index: str, slot: int, model: str, blocks: int, *, ahead: bool) -> None:
+        self.slot = slot
+        self.memory: list[list[Any]] = [[NONSENSE] * BLOCK for _ in range(blocks)]
+        self.answers: dict[str, list[int]] = {}
+        self.offered: dict[str, dict] = {}
+        self.peers: list[Engine] = []
+        self._tables: dict[str, list[int]] = {}
+        self._ahead, self._uncounted = ahead, []
+        self._tokens: dict[str, list[int]] = {}
+        self._reader = Index.attach(index, me=slot)
+        self.scheduler, self._hasher = _scheduler(index, slot, model, blocks, ahead)
+
+    def send(self, request_id: str, tokens: list[int], count: int, **kv_transfer_params) -> None:
+        from vllm.v1.request import Request
+
+        extra = {"kv_transfer_params": kv_transfer_params}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra
+        )
+        sent = EngineCoreRequest(
+            request_id=request_id, prompt_token_ids=tokens, mm_features=None,
+            sampling_params=params, pooling_params=None, arrival_time=time.time(),
+            lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        self.scheduler.add_request(Request.from_engine_core_request(sent, self._hasher))
+        self.answers[request_id] = []
+
+    def leave(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_requests() or bool(self._uncounted)
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            report, invalid = LoadReport(), set()
+            sync = scheduled.has_sync_kv_loads
+            metadata = scheduled.kv_connector_metadata
+            if sync:
+                self._load(metadata.loads, report, invalid)
+            sampled = self._forwards(scheduled)
+            if not sync:
+                self._load(metadata.loads, report, invalid)
+            output = _output([*scheduled.num_scheduled_tokens], sampled, report, invalid)
+            self._uncounted.append((scheduled, output))
+        if len(self._uncounted) > self._ahead or not self.scheduler.has_requests():
+            self._count(*self._uncounted.pop(0))
+        self.scheduler.connector.has_pending_push_work()
+
+    def _count(self, scheduled, output) -> None:
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        for one in outputs[0].outputs if 0 in outputs else ():
+            self.answers[one.request_id] += one.new_token_ids
+            if one.kv_transfer_params is not None:
+                self.offered[one.request_id] = one.kv_transfer_params
+
+    def _load(self, loads, report: LoadReport, invalid: set[int]) -> None:
+        for load in loads:
+            peer = self.peers[load.entry.owner]
+            for source, target in zip(load.src_blocks, load.dst_blocks, strict=True):
+                self.memory[target] = list(peer.memory[source])
+            if self._reader.validate(load.entry):
+                report.done.append(LoadDone(load.request_id, peer.slot, len(load.src_blocks), 1))
+            else:
+                report.failed.append(LoadFailed(load.request_id, load.tokens, "given up"))
+                invalid.update(() if load.ahead else load.dst_blocks)
+
+    def _forwards(self, scheduled) -> list[list[int]]:
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        for new in scheduled.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, blocks, computed in rows:
+            starts[request_id] = computed
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = list(blocks[0])
+            elif blocks is not None:
+                self._tables[request_id] += blocks[0]
+        counts = scheduled.num_scheduled_tokens
+        return [self._forward(name, starts[name], count) for name, count in counts.items()]
+
+    def _forward(self, request_id: str, first: int, count: int) -> list[int]:
+        told = list(self.scheduler.requests[request_id].all_token_ids)
+        known, table = self._tokens.setdefault(request_id, []), self._tables[request_id]
+        end, right = first + count, True
+        tokens = told if len(told) >= end or len(known) < end else known
+        for at in range(end):
+            page, offset, name = (
+                self.memory[table[at // BLOCK]],
+                at % BLOCK,
+                tuple(tokens[: at + 1]),
+            )
+            if at < first:
+                right = right and page[offset] == name
+            else:
+                page[offset] = name if right else NONSENSE
+        if end < len(tokens):
+            return []
+        token = next_token(tokens) if right else 0
+        self._tokens[request_id] = [*tokens, token]
+        return [token]
+
+
+class Pair:
+    """The front end's part: legs and followers, as DecodeFirst sends them."""
+
+    def __init__(self, model: str, blocks: tuple[int, int], *, ahead: bool) -> None:
+        self.index = Index.create(
+            f"pdtest-{secrets.token_hex(6)}", engine_slots=3, entries_per_engine=64, node_boot_id=5
+        )
+        for slot in (P, D):
+            self.index.set_control(
+                slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
+                restarts=0,
+            )  # fmt: skip
+        self.engines = [
+            Engine(self.index.name, slot, model, blocks[slot], ahead=ahead) for slot in (P, D)
+        ]
+        for engine in self.engines:
+            engine.peers = self.engines
+        self._acks = Index.attach(self.index.name, me=2)
+        self._open: dict[str, tuple[list[int], int, str]] = {}
+        """name -> (prompt, tokens wanted, stage)"""
+        self.answers: dict[str, list[int]] = {}
+
+    def send(self, name: str, prompt: list[int], count: int) -> None:
+        leg = f"{name}/p"
+        self.engines[P].send(leg, prompt, 1, do_remote_decode=True)
+        self.engines[D].send(f"{leg}/f", prompt, 1, do_follow=True, transfer_id=leg, remote_slot=P)
+        self._open[name] = (prompt, count, "p")
+
+    def leave(self, name: str) -> None:
+        _, _, stage = self._open.pop(name)
+        self.engines[P if stage == "p" else D].leave(f"{name}/{stage}")
+        self._over(name)
+
+    def _over(self, name: str) -> None:
+        self.engines[D].leave(f"{name}/p/f")
+        entry = self._acks.select(f"{name}/p", owner=P)
+        if entry is not None:
+            self._acks.drop(entry)
+
+    def step(self) -> None:
+        for engine in self.engines:
+            if engine.busy:
+                engine.step()
+        for name, (prompt, count, stage) in [*self._open.items()]:
+            answer = self.engines[P if stage == "p" else D].answers[f"{name}/{stage}"]
+            if stage == "p" and answer:
+                offered = self.engines[P].offered[f"{name}/p"]
+                self.answers[name] = list(answer)
+                self._open[name] = (prompt, count, "d")
+                self.engines[D].send(f"{name}/d", [*prompt, *answer], count - 1, **offered)
+            elif stage == "d" and answer:
+                self.engines[D].leave(f"{name}/p/f")
+            if stage == "d" and len(answer) == count - 1:
+                self.answers[name] += answer
+                del self._open[name]
+                self._over(name)
+
+    def run(self) -> None:
+        while self._open:
+            self.step()
+        while any(engine.busy for engine in self.engines):
+            self.step()
+        self.engines[P].scheduler.connector.has_pending_push_work()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.scheduler.shutdown()
+        self.index.unlink()
+        self.index.close()
+
+
+def _scheduler(index: str, slot: int, model: str, blocks: int, ahead: bool):
+    import torch
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    settings = ConnectorSettings(
+        node_pid=0, index_name=index, segment_prefix="", engine_id=f"e{slot}", slot=slot,
+        boot_id=slot + 1, lease_s=60, fingerprint="",
+    )  # fmt: skip
+    args = vllm_args.parse(
+        ["--model", model, "--block-size", str(BLOCK), "--max-model-len", str(MAX_LEN), "--dtype",
+         "float32", "--enforce-eager", "--max-num-batched-tokens", str(CHUNK),
+         "--max-num-seqs", "8", "--async-scheduling" if ahead else "--no-async-scheduling"]
+    )  # fmt: skip
+    transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
+    config = engine_config(args, transfer)
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+    )
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    scheduler = (AsyncScheduler if ahead else Scheduler)(
+        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
+    )
+    return scheduler, get_request_block_hasher(BLOCK, hash_fn)
+
+
+def _output(ids, sampled, report: LoadReport, invalid: set[int]):
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={name: i for i, name in enumerate(ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=KVConnectorOutput(
+            kv_connector_worker_meta=report if report.done or report.failed else None,
+            invalid_block_ids=invalid,
+        ),
+    )
+
+
+def without_process_ties(monkeypatch) -> None:
+    """A test is no engine: it keeps its process group, and does not end with a node."""
+    monkeypatch.setattr(facade, "own_process_group", lambda: None)
+    monkeypatch.setattr(facade, "watch_node", lambda pid: None)

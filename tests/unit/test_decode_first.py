@@ -1,0 +1,72 @@
+"""Decode-first under vLLM's own schedulers: chunks, crowds over few blocks, clients that leave."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.tiny_models import tiny_llama
+from tests.unit.handing_over import BLOCK, CHUNK, D, P, Pair, expected, without_process_ties
+
+
+@pytest.fixture
+def pair(monkeypatch, request):
+    without_process_ties(monkeypatch)
+    p_blocks, d_blocks, ahead = request.param
+    pair = Pair(str(tiny_llama()), (p_blocks, d_blocks), ahead=ahead)
+    yield pair
+    pair.close()
+
+
+def ids(seed: object, count: int) -> list[int]:
+    rng = random.Random(str(seed))
+    return [rng.randrange(3, 300) for _ in range(count)]
+
+
+def idle(pair: Pair) -> None:
+    assert [e.free for e in pair.engines] == [len(e.memory) - 1 for e in pair.engines]
+
+
+@pytest.mark.parametrize("pair", [(64, 64, False), (64, 64, True)], indirect=True)
+def test_only_the_last_chunk_is_left_at_prefills_end(pair):
+    prompt = ids("long", 6 * CHUNK - 5)
+    pair.send("a", prompt, 20)
+    pair.run()
+    assert pair.answers["a"] == expected(prompt, 20)
+    record = pair.index.engine(D)
+    assert record.handoff_bytes == 24  # the lab's worker counts blocks
+    assert record.handoff_tail_bytes == CHUNK // BLOCK
+    assert (record.handoffs_in, record.follows, record.load_failures) == (1, 1, 0)
+    idle(pair)
+
+
+@pytest.mark.parametrize(
+    "pair", [(64, 40, False), (64, 40, True), (40, 34, False), (40, 34, True)], indirect=True
+)
+def test_a_crowd_over_few_blocks_is_answered_and_leaves_nothing(pair):
+    """Decode has room for two or three of them: followers find none, and give back what they have."""
+    rng = random.Random("crowd")
+    waiting: dict[str, tuple[list[int], int]] = {}
+    for number in range(120):
+        name, prompt = str(number), ids(number % 90, rng.randrange(BLOCK, 20 * BLOCK))
+        count = rng.randrange(2, 60)
+        pair.send(name, prompt, count)
+        waiting[name] = (prompt, count)
+        for _ in range(rng.randrange(30)):
+            pair.step()
+        if rng.random() < 0.2:
+            gone = rng.choice([*waiting])
+            waiting.pop(gone)
+            if gone not in pair.answers or gone in pair._open:
+                pair.leave(gone)
+    pair.run()
+    for name, (prompt, count) in waiting.items():
+        assert pair.answers[name] == expected(prompt, count), name
+    record = pair.index.engine(D)
+    assert record.follows
+    assert record.follow_no_room
+    assert record.follow_yielded
+    assert record.load_failures == 0
+    assert pair.index.engine(P).leases_expired == 0
+    idle(pair)
