@@ -7,7 +7,7 @@ Nothing here waits, sends or remembers; the same facts and view give the same pl
     constants unknown                                          ->  split, shortest queues
     otherwise: the least milliseconds, own time + what running streams lose, of
         P for the prompt, D for the rest      (always, auto)
-        D for all of it                       (auto)
+        D for all of it                       (auto, unless P idles and D holds no more of the prompt)
 
 P and D of a split are chosen apart: what P costs does not depend on D, nor the reverse.
 """
@@ -32,7 +32,7 @@ SPLITS: tuple[Split, ...] = ("always", "auto", "never")
 
 REASONS = (
     # split
-    "split_faster", "split_always", "split_unmeasured",
+    "split_faster", "idle_prefill", "split_always", "split_unmeasured",
     # one engine, by choice
     "idle_decode", "prefix_on_decode", "whole_faster", "split_never",
     # one engine, because it must be
@@ -279,8 +279,20 @@ def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:
     if split_ms < whole_ms:
         estimates = split.estimates._replace(other_ms=whole_ms)
         return replace(split, reason="split_faster", estimates=estimates)
+    if _prefill_is_free(split, whole, facts, view):
+        estimates = split.estimates._replace(other_ms=whole_ms)
+        return replace(split, reason="idle_prefill", estimates=estimates)
     estimates = whole.estimates._replace(other_ms=split_ms)
     return replace(whole, reason=_why_not_split(split, whole, facts, view), estimates=estimates)
+
+
+def _prefill_is_free(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> bool:
+    """P has nothing else to do and D no more of the prompt than P: one hand-off, less than a step, is
+    all that D would save, and streams that come while it computes would pay for it with stalls that no
+    estimate of this moment can see."""
+    p = next(e for e in view.engines if e.slot == split.prefill)
+    more_on_d = facts.cached.get(whole.decode, 0) > facts.cached.get(p.slot, 0)
+    return not p.requests and not p.queued_tokens and not p.queued_ms and not more_on_d
 
 
 def _why_not_split(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> str:

@@ -38,7 +38,7 @@ def test_operations_names_every_error(module) -> None:
 def test_operations_names_every_metric_state_and_reason_not_to_split() -> None:
     assert {name for name in metrics.NAMES if f"`{name}`" not in OPERATIONS} == set()
     assert {s.value for s in EngineState if f"`{s.value}`" not in OPERATIONS} == set()
-    whole = set(REASONS) - {"split_faster", "split_always", "split_unmeasured"}
+    whole = set(REASONS) - {"split_faster", "idle_prefill", "split_always", "split_unmeasured"}
     assert {reason for reason in whole if f"`{reason}`" not in OPERATIONS} == set()
 
 

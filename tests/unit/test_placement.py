@@ -215,8 +215,13 @@ def test_a_long_prompt_is_kept_off_running_streams():
     assert plan.estimates.total_ms < plan.estimates.other_ms
 
 
-def test_an_idle_decode_engine_does_it_alone():
-    assert chosen(LONG, measured(p(0), d(1, 0))) == (None, 1, "idle_decode")
+def test_an_idle_prefill_engine_is_used_though_decode_alone_would_save_the_hand_off():
+    plan = place(LONG, measured(p(0), d(1, 0)))
+    assert (plan.prefill, plan.decode, plan.reason) == (0, 1, "idle_prefill")
+    assert plan.estimates.total_ms > plan.estimates.other_ms
+
+
+def test_an_idle_decode_engine_does_it_alone_when_prefill_is_busy():
     assert chosen(LONG, measured(p(0, queued_ms=500.0), d(1, 0), d(2, 9))) == (
         None,
         1,
