@@ -1,8 +1,8 @@
 """``python -m bench chaos``: mixed requests against a node while its engines are killed.
 
 1. A plain vLLM engine with the same model and arguments answers every request once: the truth.
-2. A node answers them over and over, ``--streams`` at a time, while a seeded schedule kills
-   (SIGKILL of an engine core or of a worker), stops (SIGSTOP, seen by --health-timeout) and clients leave.
+2. A node answers them over and over, ``--streams`` at a time, while a seeded schedule of faults
+   (``--kinds``, see bench/faults.py) runs and some clients leave at any moment.
 3. Every answer is compared; when all is calm again blocks, processes and segments are counted.
 
 Exit code 0 only if no request failed, no answer differed and nothing leaked.
@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
-import signal
 import statistics
+import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
+from bench.faults import KINDS, Faults, in_small_shm
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Twin
 from bench.sse import events_async
 from bench.tiny_models import tiny_llama
 
 CALM_S = 120.0
-KINDS = ("engine", "worker", "stop", "leave")
+IN_SMALL_SHM = "PDNODE_BENCH_SMALL_SHM"
+LEAVE_WITHIN_S = 4.0
+"""A client that leaves does so within this time: in the queue, in prefill, or while it is answered."""
 
 
 def requests(seed: int) -> list[dict]:
@@ -72,7 +75,7 @@ class Answer:
         return not self.error and mine == (other.tokens, other.text, other.finish)
 
 
-async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None = None) -> Answer:
+async def ask(client: httpx.AsyncClient, body: dict) -> Answer:
     answer = Answer()
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -81,7 +84,7 @@ async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None = N
                 return answer
             async for event in events_async(response.aiter_bytes()):
                 take(answer, event)
-                if answer.error or (leave_after and len(answer.at_s) >= leave_after):
+                if answer.error:
                     return answer
     except httpx.HTTPError as error:
         answer.error = repr(error)
@@ -107,86 +110,73 @@ class Tally:
     failed: list[str] = field(default_factory=list)
     differ: list[int] = field(default_factory=list)
     left: int = 0
-    faults: Counter = field(default_factory=Counter)
-    fault_times_s: list[float] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
 
-    def judge(self, number: int, answer: Answer, truth: Answer) -> None:
+    def judge(self, number: int, answer: Answer, truth: Answer, fault_times_s: list[float]) -> None:
         self.asked += 1
         if answer.error:
             self.failed.append(f"request {number}: {answer.error}")
         elif not answer.same_as(truth):
             self.differ.append(number)
-        self._recovery(answer)
+        self._recovery(answer, fault_times_s)
 
-    def _recovery(self, answer: Answer) -> None:
+    def _recovery(self, answer: Answer, fault_times_s: list[float]) -> None:
         """Kill to next token, for streams that paused over a kill."""
         gaps = list(zip(answer.at_s, answer.at_s[1:], strict=False))
         if len(gaps) < 10:
             return
         usual = statistics.median(b - a for a, b in gaps)
-        for fault_s in self.fault_times_s:
+        for fault_s in fault_times_s:
             for a, b in gaps:
                 if a <= fault_s < b and b - a > max(5 * usual, 0.05):
                     self.recovery_s.append(b - fault_s)
 
 
 class Chaos:
-    def __init__(self, options: argparse.Namespace, node: Node, truths: list[Answer]) -> None:
+    """``truths``: the right answers to the first so many of ``requests(seed)``."""
+
+    def __init__(self, options: argparse.Namespace, url: str, truths: list[Answer]) -> None:
         self._options = options
-        self._node = node
-        self._bodies = requests(options.seed)
+        self._url = url
+        self._bodies = requests(options.seed)[: len(truths)]
         self._truths = truths
-        self._rng = random.Random(options.seed)
+        self.faults = Faults(self._status, options.kinds, random.Random(options.seed))
         self.tally = Tally()
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=self._node.url, timeout=300.0, limits=limits
+            base_url=self._url, timeout=self._options.timeout, limits=limits
         ) as client:
             self._client = client
             self._end_s = time.monotonic() + self._options.seconds
             async with asyncio.TaskGroup() as group:
                 for stream in range(self._options.streams):
                     group.create_task(self._stream(stream))
-                group.create_task(self._faults())
+                group.create_task(self._schedule())
+
+    async def _status(self) -> dict:
+        return (await self._client.get("/pd/status")).json()
 
     async def _stream(self, stream: int) -> None:
         rng = random.Random(f"{self._options.seed}-{stream}")
         while time.monotonic() < self._end_s:
             number = rng.randrange(len(self._bodies))
-            leave = rng.randrange(1, 30) if rng.random() < self._options.leave else None
-            answer = await ask(self._client, self._bodies[number], leave)
-            if leave is not None and not answer.error:
+            leave_s = rng.uniform(0, LEAVE_WITHIN_S) if rng.random() < self._options.leave else None
+            answer = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(leave_s):
+                    answer = await ask(self._client, self._bodies[number])
+            if answer is None:
                 self.tally.left += 1
             else:
-                self.tally.judge(number, answer, self._truths[number])
+                self.tally.judge(number, answer, self._truths[number], self.faults.times_s)
 
-    async def _faults(self) -> None:
+    async def _schedule(self) -> None:
         await asyncio.sleep(self._options.every / 2)
         while time.monotonic() < self._end_s - self._options.every / 2:
-            await self._fault()
+            await self.faults.one()
             await asyncio.sleep(self._options.every)
-
-    async def _fault(self) -> None:
-        status = (await self._client.get("/pd/status")).json()
-        ready = [e for e in status["engines"] if e["state"] == "ready"]
-        # A fault on the last engine is a pause for everybody; allowed, but not what is measured.
-        if len(ready) < 2:
-            return
-        engine = self._rng.choice(ready)
-        kind = self._rng.choice(self._options.kinds)
-        worker = engine["worker_pids"][0] if engine["worker_pids"] else engine["pid"]
-        pid, number = {
-            "engine": (engine["pid"], signal.SIGKILL),
-            "worker": (worker, signal.SIGKILL),
-            "stop": (worker, signal.SIGSTOP),
-        }[kind]
-        self.tally.fault_times_s.append(time.monotonic())
-        os.kill(pid, number)
-        self.tally.faults[f"{kind} {engine['role']}"] += 1
-        print(f"  {kind} of {engine['id']} (pid {pid})", flush=True)
 
 
 async def record(server: Twin, seed: int) -> list[Answer]:
@@ -215,14 +205,17 @@ def left_behind(boot_id: str) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if boot_id in name]
 
 
-def report(tally: Tally, status: dict, leaks: list[str]) -> int:
+def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
+    """Print the table; 0 if nothing failed, differed or leaked."""
+    tally, faults = chaos.tally, chaos.faults.done
     recovery = sorted(tally.recovery_s)
     rows = [
         ("requests answered", tally.asked),
         ("clients that left", tally.left),
-        ("faults", ", ".join(f"{n} x {what}" for what, n in tally.faults.items()) or "none"),
+        ("faults", ", ".join(f"{n} x {what}" for what, n in faults.items()) or "none"),
         ("failed requests", len(tally.failed)),
         ("answers that differ", len(tally.differ)),
+        ("requests refused", status["counters"]["rejected"]),
         ("resumes", status["counters"]["resumes"]),
         ("tokens recomputed by resumes", status["counters"]["resume_recomputed_tokens"]),
         ("tokens recomputed otherwise", status["counters"]["recomputed_prompt_tokens"]),
@@ -252,40 +245,64 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--leave", type=float, default=0.1, help="share of clients that leave early"
     )
     parser.add_argument("--health-timeout", type=float, default=10)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS[:3], default=["engine", "worker"])
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300,
+        help="a request without a sign of life for so long failed",
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "--shm-gib", type=float, metavar="N", help="run with a /dev/shm of this size (needs root)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    if options.shm_gib and IN_SMALL_SHM not in os.environ:
+        os.environ[IN_SMALL_SHM] = "1"
+        in_small_shm(options.shm_gib, [sys.executable, "-m", "bench", "chaos", *argv])
     model = str(tiny_llama())
-    with tempfile.TemporaryDirectory() as folder:
-        twin = Twin(model, Path(folder, "twin.log"), *ENGINE_ARGS)
-        try:
-            twin.wait_ready()
-            truths = asyncio.run(record(twin, options.seed))
-        finally:
-            twin.stop()
-        assert not any(truth.error for truth in truths), [t.error for t in truths]
-        node = Node(
-            model,
-            Path(folder, "node.log"),
-            *ENGINE_ARGS,
-            *("--health-timeout", str(options.health_timeout)),
-            # On an idle node most requests would stay on D, and a killed P would hit nobody.
-            *("--split", "always"),
-            prefill=options.prefill,
-            decode=options.decode,
-        )
-        try:
-            node.wait_ready()
-            boot_id = node.status()["boot_id"]
-            chaos = Chaos(options, node, truths)
-            asyncio.run(chaos.run())
-            status, leaks = calm(node)
-        finally:
-            print(node.tail(15))
-            node.stop()
-        leaks += left_behind(boot_id)
-    return report(chaos.tally, status, leaks)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        truths = recorded(model, folder, options.seed)
+        chaos, status, leaks = fire_at_node(model, folder, options, truths)
+    return report(chaos, status, leaks)
+
+
+def recorded(model: str, folder: Path, seed: int) -> list[Answer]:
+    twin = Twin(model, folder / "twin.log", *ENGINE_ARGS)
+    try:
+        twin.wait_ready()
+        truths = asyncio.run(record(twin, seed))
+    finally:
+        twin.stop()
+    assert not any(truth.error for truth in truths), [t.error for t in truths]
+    return truths
+
+
+def fire_at_node(
+    model: str, folder: Path, options: argparse.Namespace, truths: list[Answer]
+) -> tuple[Chaos, dict, list[str]]:
+    node = Node(
+        model,
+        folder / "node.log",
+        *ENGINE_ARGS,
+        *("--health-timeout", str(options.health_timeout)),
+        # Where a request goes must not hang on estimates: a killed P has to hit somebody.
+        *("--split", "always"),
+        prefill=options.prefill,
+        decode=options.decode,
+    )
+    try:
+        node.wait_ready()
+        boot_id = node.status()["boot_id"]
+        chaos = Chaos(options, node.url, truths)
+        asyncio.run(chaos.run())
+        status, leaks = calm(node)
+    finally:
+        print(node.tail(15))
+        node.stop()
+    return chaos, status, leaks + left_behind(boot_id)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.leftovers import names_of
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Server, Twin
 from tests.cuda import fake
-from tests.leftovers import names_of
 from tests.twin.cases import BLOCK
 
 LENGTHS = (129, 256, 700, 1999)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.leftovers import names_of
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Server, Twin
-from tests.leftovers import names_of
 from tests.twin.cases import BLOCK
 
 LENGTHS = (2 * BLOCK, 700, 1999)

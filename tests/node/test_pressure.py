@@ -21,10 +21,10 @@ import httpx
 import pytest
 
 from bench.chaos import ask as ask_stream
+from bench.leftovers import names_of
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from pdnode import rundir
 from pdnode.reaper import marked
-from tests.leftovers import names_of
 from tests.twin.checks import settled
 
 BLOCK = 128

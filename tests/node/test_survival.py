@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.leftovers import anonymous_names, names_of, still_there
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from bench.sse import events
 from bench.tiny_models import tiny_llama
 from pdnode import reaper, rundir
-from tests.leftovers import anonymous_names, names_of, still_there
 
 BLOCK = 128
 CHUNKS = ("--max-num-batched-tokens", "512")

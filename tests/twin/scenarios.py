@@ -10,9 +10,9 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from bench.leftovers import anonymous_names, names_of, still_there
 from bench.servers import MAX_MODEL_LEN, MODEL_NAME, Node
 from pdnode.reaper import marked
-from tests.leftovers import anonymous_names, names_of, still_there
 from tests.twin.cases import BLOCK, CHAT, COMPLETIONS, Way, ids
 from tests.twin.checks import NEVER, settled
 from tests.twin.crowd import all_at_once, check_round, one_by_one
