@@ -18,12 +18,18 @@ from pdnode.nursery import Nursery, restart_marked
 
 def main(argv: Sequence[str] | None = None) -> int:
     _quiet_terminal()
-    if argv is None:
+    as_program = argv is None
+    if as_program:
         # Until the node has handlers of its own, Ctrl-C ends us without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         return plan_command.main(argv[1:])
+    # vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no
+    # engine would find what another one has. Before the first process of the node.
+    os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
+    # Before vLLM is imported, which reading its flags does: it takes many seconds.
+    boot_id = restart_marked() if as_program else secrets.token_hex(4)
     try:
         node_config = config.parse(argv)
     except ConfigError as error:
@@ -32,12 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if node_config.dry_run:
         print(plan_text.render(node_config))
         return 0
-    # vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no
-    # engine would find what another one has. Before the first process of the node.
-    os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
-    boot_id = restart_marked()
-    # Only now: the node pulls in the whole of vLLM, which a plan or a refusal does not need.
-    print("pdnode: loading vLLM", file=sys.stderr, flush=True)
+    # Only now: the node pulls in all of vLLM, which a plan or most refusals do not need.
     from pdnode.node import run
 
     forked = all(engine.device.forked for engine in node_config.engines)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,8 @@ def _early_checks(rest: Sequence[str]) -> None:
 
 
 def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> NodeConfig:
+    if sys.stderr.isatty() and not own.dry_run:
+        print("pdnode: loading vLLM", file=sys.stderr, flush=True)
     parsed = vllm_args.parse(rest)
     refusals.late(parsed)
     if own.trace and parsed.disable_log_stats:
