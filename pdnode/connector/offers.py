@@ -49,7 +49,9 @@ class Offer:
     block_ids: list[int]
     awaited: bool
     """A prefill leg: a peer may be copying what is ready while the rest is computed."""
-    tokens_ready: int
+    given: int
+    """Tokens this request need not compute: found in the prefix cache, or copied from a peer."""
+    tokens_ready: int = 0
 
 
 class Offers:
@@ -85,40 +87,35 @@ class Offers:
         """Of the index, in use for running requests and pins."""
         return len(self._running) + len(self._pins)
 
-    def begin(
-        self, request: Request, block_ids: list[int], tokens_ready: int, *, awaited: bool
-    ) -> None:
-        """``tokens_ready``: what these blocks held before this step (a prefix-cache hit)."""
+    def begin(self, request: Request, block_ids: list[int], given: int, *, awaited: bool) -> None:
+        """``given``: tokens of these blocks that somebody else computes or has computed."""
         self.withdraw(request.request_id)
         total = request.num_prompt_tokens + (request.max_tokens or 1) - 1
-        tokens_ready = min(tokens_ready, total)
         try:
             ticket = self._index.insert(
                 request.request_id,
                 boot_id=self._settings.boot_id,
                 block_ids=block_ids,
-                tokens_ready=tokens_ready,
+                tokens_ready=0,
                 tokens_total=total,
                 lease_s=RUNNING_LEASE_S,
             )
         except IndexFull as error:
             self._full(error)
             return
-        self._running[request.request_id] = Offer(
-            request, ticket, list(block_ids), awaited, tokens_ready
-        )
+        self._running[request.request_id] = Offer(request, ticket, list(block_ids), awaited, given)
 
     def grow(self, request_id: str, new_block_ids: list[int]) -> None:
         offer = self._running.get(request_id)
         if offer is None:
             return
         offer.block_ids.extend(new_block_ids)
-        self._publish(offer, _done(offer.request))
+        self._publish(offer, _done(offer))
 
     def progress(self) -> None:
         """A step is done, and the scheduler has counted what it computed."""
         for offer in [*self._running.values()]:
-            if offer.awaited and (done := _done(offer.request)) > offer.tokens_ready:
+            if offer.awaited and (done := _done(offer)) > offer.tokens_ready:
                 self._publish(offer, done)
 
     def _publish(self, offer: Offer, tokens_ready: int) -> bool:
@@ -183,6 +180,13 @@ class Offers:
         self._index.add_counters(self._settings.slot, index_full=1)
 
 
-def _done(request: Request) -> int:
+def _done(offer: Offer) -> int:
+    """Tokens whose KV is in memory.
+
+    What was given counts with the request's own first token and not before: a block is in vLLM's
+    prefix cache from the step that will fill it, where another request of the same step (a sibling)
+    finds it, and copies of a peer's blocks end in that step too.
+    """
     # What is in flight on the device is not in memory yet.
-    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+    done = offer.request.num_computed_tokens - offer.request.num_in_flight_tokens
+    return done if done > offer.given else 0

@@ -156,7 +156,9 @@ class SchedulerHalf:
         local_tokens = self._local.pop(request_id, request.num_computed_tokens)
         entry, _ = self._matched.pop(request_id, (None, 0))
         is_prefill_leg = self._is_prefill_leg(request)
-        self._offers.begin(request, block_ids, local_tokens, awaited=is_prefill_leg)
+        self._offers.begin(
+            request, block_ids, local_tokens + external_tokens, awaited=is_prefill_leg
+        )
         if is_prefill_leg:
             self._offers.promise(request_id, self._prompt_blocks(request))
         pool_tokens = external_tokens if request_id in self._from_pool and not entry else 0

@@ -51,6 +51,16 @@ def engine_of(status: dict, role: str) -> dict:
 
 def forget(node: Node) -> None:
     """Both engines' own prefix caches are empty after this."""
+    # vLLM forgets nothing while a block is in use, and says so in its log only.
+    node.wait_status(
+        lambda s: all(
+            e["kv_blocks_free"] == e["kv_blocks_total"]
+            for e in s["engines"]
+            if e["state"] == "ready"
+        ),
+        30,
+        "all blocks back",
+    )
     node.http.post("/reset_prefix_cache").raise_for_status()
 
 
