@@ -199,6 +199,15 @@ class Supervisor:
                         engine,
                         f"no step for --health-timeout {self._config.health_timeout_s:.0f} s",
                     )
+                elif engine.state is EngineState.READY and self._holds_idly(engine):
+                    await engine.wake()
+
+    def _holds_idly(self, engine: Engine) -> bool:
+        """It keeps KV for readers and sleeps: nobody else would tell it that a lease ran out."""
+        try:
+            return not engine.requests and bool(self._index.engine(engine.slot).pins)
+        except LookupFault:
+            return False
 
     def _hangs(self, engine: Engine) -> bool:
         now = time.monotonic()
