@@ -137,13 +137,17 @@ def test_what_decode_does_not_take_holds_half_of_prefill_and_then_clients_are_to
         )
     answers = [one.result(60) for one in asking]
     after = settled(node)
-    # --strict: whose KV was given up is told so, and nobody else.
+    # --strict: whose KV was given up is told so, and nobody else. What P gave up may still be in its
+    # prefix cache, from where decode copies it as any prefix.
     lost = after["leases_expired"] - before["leases_expired"]
-    assert [a for a in answers if not isinstance(a, list)] == [500] * lost
+    told = [a for a in answers if not isinstance(a, list)]
+    assert told == [500] * len(told)
     assert 1 <= lost < BOUND
+    assert len(told) <= lost
     assert all(one in (500, other) for one, other in zip(answers, alone, strict=True))
-    assert after["failed"] - before["failed"] == lost
-    assert after["recomputed_prompt_tokens"] > before["recomputed_prompt_tokens"]
+    assert after["failed"] - before["failed"] == len(told)
+    recomputed = after["recomputed_prompt_tokens"] > before["recomputed_prompt_tokens"]
+    assert recomputed == bool(told)
 
 
 def check_refusals(node: Node) -> None:
