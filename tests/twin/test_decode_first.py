@@ -112,7 +112,7 @@ def test_what_is_left_at_prefills_end_is_one_chunk(node, block_bytes):
 
 
 def test_clients_may_leave_while_prefilling(node):
-    scenarios.leave_while_prefilling(node, stream=True)
+    scenarios.leave_while_prefilling(node, stream=True, follows=True)
 
 
 def all_with_a_death(node: Node, role: str) -> None:
