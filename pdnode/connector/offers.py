@@ -47,8 +47,6 @@ class Offer:
     request: Request
     ticket: Ticket
     block_ids: list[int]
-    awaited: bool
-    """A prefill leg: a peer may be copying what is ready while the rest is computed."""
     given: int
     """Tokens this request need not compute: found in the prefix cache, or copied from a peer."""
     tokens_ready: int = 0
@@ -63,7 +61,8 @@ class Offers:
         self._pins: list[tuple[Ticket, list]] = []
         self._pinned_blocks = 0
         self._promised: dict[str, int] = {}
-        """Running prefill legs: the blocks that each will pin."""
+        """Running prefill legs, and the blocks that each will pin. A peer may be copying what is ready
+        of them while the rest is computed."""
 
     def has_room(self, blocks: int) -> bool:
         """May another prompt of so many blocks start, to be held for a reader when it is done?
@@ -87,7 +86,7 @@ class Offers:
         """Of the index, in use for running requests and pins."""
         return len(self._running) + len(self._pins)
 
-    def begin(self, request: Request, block_ids: list[int], given: int, *, awaited: bool) -> None:
+    def begin(self, request: Request, block_ids: list[int], given: int) -> None:
         """``given``: tokens of these blocks that somebody else computes or has computed."""
         self.withdraw(request.request_id)
         total = request.num_prompt_tokens + (request.max_tokens or 1) - 1
@@ -103,7 +102,7 @@ class Offers:
         except IndexFull as error:
             self._full(error)
             return
-        self._running[request.request_id] = Offer(request, ticket, list(block_ids), awaited, given)
+        self._running[request.request_id] = Offer(request, ticket, list(block_ids), given)
 
     def grow(self, request_id: str, new_block_ids: list[int]) -> None:
         offer = self._running.get(request_id)
@@ -114,8 +113,9 @@ class Offers:
 
     def progress(self) -> None:
         """A step is done, and the scheduler has counted what it computed."""
-        for offer in [*self._running.values()]:
-            if offer.awaited and (done := _done(offer)) > offer.tokens_ready:
+        for request_id in [*self._promised]:
+            offer = self._running.get(request_id)
+            if offer is not None and (done := _done(offer)) > offer.tokens_ready:
                 self._publish(offer, done)
 
     def _publish(self, offer: Offer, tokens_ready: int) -> bool:

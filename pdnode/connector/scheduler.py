@@ -50,7 +50,7 @@ class SchedulerHalf:
         self._offers: Offers
         self._unsure: Unsure
         self._following: Following
-        self._matched: dict[str, tuple[Entry, int]] = {}
+        self._matched: dict[str, Entry] = {}
         self._local: dict[str, int] = {}
         """Tokens of a request's own prefix hit, from ``match`` to ``allocated``."""
         self._from_pool: set[str] = set()
@@ -63,7 +63,7 @@ class SchedulerHalf:
         self._deferred: dict[str, None] = {}
         self._not_admitted: set[str] = set()
         self._steps = 0
-        self._published: tuple[int, ...] = ()
+        self._published: dict[str, int] = {}
         self._prefixes = Prefixes(settings, self._index, block_size)
         self._node_pool = NodePool(settings, ranks, block_size) if settings.pool_name else None
 
@@ -105,7 +105,7 @@ class SchedulerHalf:
             return self._match_prefix(request, local_tokens), False
         # vLLM needs at least one token to compute: its logits are the next token's.
         tokens = min(entry.tokens_ready, request.num_tokens - 1) - local_tokens
-        self._matched[request.request_id] = (entry, local_tokens)
+        self._matched[request.request_id] = entry
         return max(tokens, 0), False
 
     def _must_wait(self, request: Request) -> bool:
@@ -154,19 +154,15 @@ class SchedulerHalf:
         self._started.add(request_id)
         self._not_admitted.discard(request_id)
         local_tokens = self._local.pop(request_id, request.num_computed_tokens)
-        entry, _ = self._matched.pop(request_id, (None, 0))
-        is_prefill_leg = self._is_prefill_leg(request)
-        self._offers.begin(
-            request, block_ids, local_tokens + external_tokens, awaited=is_prefill_leg
-        )
-        if is_prefill_leg:
+        entry = self._matched.pop(request_id, None)
+        filled = local_tokens + external_tokens
+        self._offers.begin(request, block_ids, filled)
+        if self._is_prefill_leg(request):
             self._offers.promise(request_id, self._prompt_blocks(request))
         pool_tokens = external_tokens if request_id in self._from_pool and not entry else 0
         self._from_pool.discard(request_id)
         peer_tokens = 0 if entry else external_tokens - pool_tokens
-        self._prefixes.allocated(
-            request, block_ids, local_tokens, peer_tokens, filled=local_tokens + external_tokens
-        )
+        self._prefixes.allocated(request, block_ids, local_tokens, peer_tokens, filled=filled)
         if self._node_pool is not None:
             self._node_pool.allocated(request, block_ids, pool_tokens)
         if external_tokens:
@@ -180,7 +176,7 @@ class SchedulerHalf:
         # By count, not by missing hash: vLLM has already put the hashes of full blocks on the
         # blocks that are about to be filled.
         first = local_tokens // self._block_size
-        last = -(-(local_tokens + external_tokens) // self._block_size)
+        last = -(-filled // self._block_size)
         load = Load(
             request_id=request_id,
             entry=entry,
@@ -334,30 +330,20 @@ class SchedulerHalf:
 
     def _publish_load(self) -> None:
         running = len(self._started)
-        load = (
-            running,
-            max(0, len(self._present) - running),
-            self._pool.get_num_free_blocks(),
-            self._steps,
-            self._offers.pins,
-            self._offers.entries,
-            self._prefixes.published,
-        )
-        if load == self._published:
-            return
-        self._published = load
-        self._index.set_load(
-            self._settings.slot,
-            scheduler_pid=os.getpid(),
-            steps=load[3],
-            running=load[0],
-            waiting=load[1],
-            blocks_free=load[2],
-            pins=load[4],
-            index_entries=load[5],
-            blocks_cached=load[6],
-            blocks_total=self._pool.num_gpu_blocks - 1,
-        )
+        load = {
+            "scheduler_pid": os.getpid(),
+            "steps": self._steps,
+            "running": running,
+            "waiting": max(0, len(self._present) - running),
+            "blocks_free": self._pool.get_num_free_blocks(),
+            "blocks_total": self._pool.num_gpu_blocks - 1,
+            "blocks_cached": self._prefixes.published,
+            "pins": self._offers.pins,
+            "index_entries": self._offers.entries,
+        }
+        if load != self._published:
+            self._published = load
+            self._index.set_load(self._settings.slot, **load)
 
     def close(self) -> None:
         if self._node_pool is not None:
