@@ -255,9 +255,10 @@ class Engine:
 
     async def wake(self) -> None:
         """Let an idle engine go once round its loop."""
-        # An abort of an id that vLLM does not know changes nothing. Of a death others tell.
-        with contextlib.suppress(EngineDeadError):
-            await self.client.abort_requests_async(["nobody"])
+        if self.state is EngineState.READY:
+            # An abort of an id that vLLM does not know changes nothing. Of a death others tell.
+            with contextlib.suppress(EngineDeadError):
+                await self.client.abort_requests_async(["nobody"])
 
     def _close_client(self) -> None:
         client = self.__dict__.pop("client", None)

@@ -267,9 +267,8 @@ class Legs(FanOut):
         entry = self._index.select(source.transfer_id, owner=source.slot)
         if entry is not None:
             self._index.drop(entry)
-        # An abort of a finished id changes nothing in vLLM, but it wakes an idle engine, and every
-        # turn of its loop looks for acknowledged hand-offs.
-        await self._abort_leg(source.slot, source.transfer_id)
+        # Every turn of its loop looks for acknowledged hand-offs.
+        await self._engine(source.slot).wake()
 
 
 def monotonic_ms() -> float:

@@ -199,7 +199,7 @@ class Supervisor:
                         engine,
                         f"no step for --health-timeout {self._config.health_timeout_s:.0f} s",
                     )
-                elif engine.state is EngineState.READY and self._holds_idly(engine):
+                elif self._holds_idly(engine):
                     await engine.wake()
 
     def _holds_idly(self, engine: Engine) -> bool:

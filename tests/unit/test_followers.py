@@ -46,6 +46,8 @@ class Engine:
         for request_id in request_ids:
             self.here.pop(request_id, None)
 
+    async def wake(self) -> None: ...
+
     def leg_sent(self, tokens: int) -> None:
         self.requests += 1
 
