@@ -14,27 +14,17 @@ from dataclasses import replace
 
 from pdnode import flow
 from pdnode.engine import EngineState
-from pdnode.facts import facts_of
 from pdnode.journey import Journey, Stage
 from pdnode.legs import Legs
-from pdnode.placement import Decline, Plan
-from pdnode.prefixes import Chain
+from pdnode.placement import Facts, NodeView, Plan
 from pdnode.vllm_compat import EngineCoreRequest
 
 
 class DecodeFirst(Legs):
-    def _place(self, request: EngineCoreRequest, chain: Chain | None = None) -> Plan | Decline:
-        plan = super()._place(request, chain)
-        if not isinstance(plan, Plan) or plan.prefill in (None, plan.decode):
-            return plan
-        views = {engine.slot: engine for engine in self.view().engines}
-        choice = flow.choose(
-            self._config.flow,
-            facts_of(request, self._custom_logits_processors),
-            views[plan.prefill],
-            views[plan.decode],
-            self._engine(plan.prefill).max_batched_tokens,
-        )
+    def _in_order(self, plan: Plan, facts: Facts, view: NodeView) -> Plan:
+        prefill, decode = (view.engines[slot] for slot in (plan.prefill, plan.decode))
+        chunk_tokens = self._engine(plan.prefill).max_batched_tokens
+        choice = flow.choose(self._config.flow, facts, prefill, decode, chunk_tokens)
         self.counters.flow_reasons[choice.reason] += 1
         return replace(plan, decode_first=choice.decode_first)
 

@@ -135,7 +135,8 @@ class Legs(FanOut):
             facts_of(request, self._custom_logits_processors), request, chain
         )
         self._arrivals.add(monotonic_ms())
-        plan = place(facts, self.view())
+        view = self.view()
+        plan = place(facts, view)
         self.counters.reasons[plan.reason] += 1
         if (
             isinstance(plan, Plan)
@@ -144,6 +145,12 @@ class Legs(FanOut):
         ):
             # Two legs on the one engine: the first, which computes the prompt, has no seed.
             return replace(plan, prefill=plan.decode, token1=token1.Token1.RESAMPLE)
+        if isinstance(plan, Plan) and plan.prefill is not None:
+            return self._in_order(plan, facts, view)
+        return plan
+
+    def _in_order(self, plan: Plan, facts: Facts, view: NodeView) -> Plan:
+        """A split: which of its engines gets it first?"""
         return plan
 
     def _with_prefixes(
