@@ -25,9 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         return plan_command.main(argv[1:])
-    # vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no
-    # engine would find what another one has. Before the first process of the node.
-    os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
     # Before vLLM is imported, which reading its flags does: it takes many seconds.
     boot_id = restart_marked() if as_program else secrets.token_hex(4)
     try:

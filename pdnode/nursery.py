@@ -4,9 +4,9 @@ Importing vLLM takes most of an engine's start, and a spawned engine core and it
 do it anew. The launcher does it once and forks the nursery before it has a loop or a thread of its
 own; every engine's processes are forked from that one, at the start and after a death.
 
-Two things count only when a program starts: the node's mark, by which the reaper knows a process,
-and LD_PRELOAD, by which vLLM puts its allocator and OpenMP runtime into CPU workers. So the launcher
-starts itself again with both, before it imports vLLM. What vLLM will ask to be preloaded is
+Some things count only when a program starts: the node's mark, by which the reaper knows a process,
+the hash seed, and LD_PRELOAD, by which vLLM puts its allocator and OpenMP runtime into CPU workers. So
+the launcher starts itself again with them, before it imports vLLM. What vLLM will ask to be preloaded is
 known when it has read its configuration; what it asked for last time is remembered, and where that
 was wrong a nursery is started as a program of its own.
 """
@@ -43,6 +43,9 @@ RESTARTED = "PDNODE_RESTARTED"
 BEFORE = "PDNODE_LD_PRELOAD_BEFORE"
 """What the user preloads himself."""
 LEVEL = "VLLM_LOGGING_LEVEL"
+HASH_SEED = "PYTHONHASHSEED"
+"""vLLM's block hashes start from this; left out, some algorithms draw a seed per process, and no engine
+would find what another one has."""
 LENGTH = struct.Struct("=Q")
 CLOSE_S = 2.0
 
@@ -56,6 +59,7 @@ def restart_marked() -> str:
     boot_id = secrets.token_hex(4)
     own = os.environ.get(PRELOAD, "")
     marks = {MARK: boot_id, RESTARTED: f"{boot_id} {pid}", BEFORE: own, PRELOAD: _remembered(own)}
+    os.environ.setdefault(HASH_SEED, str(secrets.randbelow(1 << 32)))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, sys.orig_argv, {**os.environ, **marks})
@@ -91,6 +95,7 @@ class Nursery:
     def __init__(self) -> None:
         """Forks: only while this process has no thread of its own."""
         self._lock = threading.Lock()
+        self._closed = False
         self._preload = os.environ.get(PRELOAD, "")
         self._process: _Fork | subprocess.Popen = self._fork()
 
@@ -131,10 +136,12 @@ class Nursery:
 
     def _ready_for(self, preload: str) -> None:
         """Make sure that it lives and was started with these libraries."""
+        if self._closed:
+            raise RuntimeError("the node is ending and starts no more engines")
         alive = self._process.poll() is None
         if alive and preload == self._preload:
             return
-        self.close()
+        self._end()
         if preload != self._preload:
             self._preload = preload
             _remember(os.environ.get(BEFORE, ""), preload)
@@ -164,6 +171,11 @@ class Nursery:
 
     def close(self) -> None:
         """Forks no more. Engines that were forked live on."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
         self._control.close()
         try:
             self._process.wait(CLOSE_S)
