@@ -6,20 +6,15 @@ to there, provided that all before it is right in that engine's memory; else non
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any
 
 from ipc.index import Index
-from ipc.records import Role, State
-from pdnode import vllm_args
-from pdnode.connector import connector as facade
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
-from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import kv_transfer_config
-from pdnode.vllm_compat import EngineCoreRequest, SamplingParams, engine_config
+from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
+from tests.unit.vllm_scheduler import index_of, model_output, scheduler
 
-BLOCK, CHUNK, MAX_LEN = 16, 64, 512
+BLOCK, CHUNK = 16, 64
 P, D = 0, 1
 NONSENSE = "nonsense"
 
@@ -48,7 +43,9 @@ class Engine:
         self._ahead, self._uncounted = ahead, []
         self._tokens: dict[str, list[int]] = {}
         self._reader = Index.attach(index, me=slot)
-        self.scheduler, self._hasher = _scheduler(index, slot, model, blocks, ahead)
+        self.scheduler, self._hasher = scheduler(
+            index, slot, model, block_size=BLOCK, blocks=blocks, chunk=CHUNK, ahead=ahead
+        )
 
     def send(self, request_id: str, tokens: list[int], count: int, **kv_transfer_params) -> None:
         from vllm.v1.request import Request
@@ -89,7 +86,7 @@ class Engine:
             sampled = self._forwards(scheduled)
             if not sync:
                 self._load(metadata.loads, report, invalid)
-            output = _output([*scheduled.num_scheduled_tokens], sampled, report, invalid)
+            output = model_output([*scheduled.num_scheduled_tokens], sampled, report, invalid)
             self._uncounted.append((scheduled, output))
         if len(self._uncounted) > self._ahead or not self.scheduler.has_requests():
             self._count(*self._uncounted.pop(0))
@@ -154,14 +151,7 @@ class Pair:
     """The front end's part: legs and followers, as DecodeFirst sends them."""
 
     def __init__(self, model: str, blocks: tuple[int, int], *, ahead: bool) -> None:
-        self.index = Index.create(
-            f"pdtest-{secrets.token_hex(6)}", engine_slots=3, entries_per_engine=64, node_boot_id=5
-        )
-        for slot in (P, D):
-            self.index.set_control(
-                slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
-                restarts=0,
-            )  # fmt: skip
+        self.index = index_of(2)
         self.engines = [
             Engine(self.index.name, slot, model, blocks[slot], ahead=ahead) for slot in (P, D)
         ]
@@ -219,56 +209,3 @@ class Pair:
             engine.scheduler.shutdown()
         self.index.unlink()
         self.index.close()
-
-
-def _scheduler(index: str, slot: int, model: str, blocks: int, ahead: bool):
-    import torch
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    settings = ConnectorSettings(
-        node_pid=0, index_name=index, segment_prefix="", engine_id=f"e{slot}", slot=slot,
-        boot_id=slot + 1, lease_s=60, fingerprint="",
-    )  # fmt: skip
-    args = vllm_args.parse(
-        ["--model", model, "--block-size", str(BLOCK), "--max-model-len", str(MAX_LEN), "--dtype",
-         "float32", "--enforce-eager", "--max-num-batched-tokens", str(CHUNK),
-         "--max-num-seqs", "8", "--async-scheduling" if ahead else "--no-async-scheduling"]
-    )  # fmt: skip
-    transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
-    config = engine_config(args, transfer)
-    config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
-    )
-    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_fn)
-    scheduler = (AsyncScheduler if ahead else Scheduler)(
-        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-    )
-    return scheduler, get_request_block_hasher(BLOCK, hash_fn)
-
-
-def _output(ids, sampled, report: LoadReport, invalid: set[int]):
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-    return ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={name: i for i, name in enumerate(ids)},
-        sampled_token_ids=sampled,
-        kv_connector_output=KVConnectorOutput(
-            kv_connector_worker_meta=report if report.done or report.failed else None,
-            invalid_block_ids=invalid,
-        ),
-    )
-
-
-def without_process_ties(monkeypatch) -> None:
-    """A test is no engine: it keeps its process group, and does not end with a node."""
-    monkeypatch.setattr(facade, "own_process_group", lambda: None)
-    monkeypatch.setattr(facade, "watch_node", lambda pid: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator
 
@@ -10,25 +9,22 @@ import pytest
 
 from bench.tiny_models import tiny_llama
 from ipc.index import Index
-from ipc.records import Role, State
-from pdnode import vllm_args
-from pdnode.connector import connector as facade
-from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import kv_transfer_config
 from pdnode.journey import KV_PARAMS
-from pdnode.vllm_compat import EngineCoreRequest, SamplingParams, engine_config
+from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
+from tests.unit.vllm_scheduler import index_of, scheduler, without_process_ties
 
 BLOCK = 16
 BLOCKS = 25
 """One of them is vLLM's null block; the limit is 12."""
-LEASE_S = 0.05
 
 
 class Prefill:
     """An engine in slot 0 whose forwards take no time, and the index as an engine in slot 1 has it."""
 
-    def __init__(self, index_name: str) -> None:
-        self.scheduler, self._hasher = _scheduler(index_name)
+    def __init__(self, index_name: str, lease_s: float) -> None:
+        self.scheduler, self._hasher = scheduler(
+            index_name, 0, str(tiny_llama()), block_size=BLOCK, blocks=BLOCKS, lease_s=lease_s
+        )
         self.reader = Index.attach(index_name, me=1)
         self.ended: list[str] = []
 
@@ -84,54 +80,12 @@ class Prefill:
         return self.reader.engine(0)
 
 
-def _scheduler(index_name: str):
-    import torch
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    settings = ConnectorSettings(
-        node_pid=0, index_name=index_name, segment_prefix="", engine_id="prefill-0", slot=0,
-        boot_id=1, lease_s=LEASE_S, fingerprint="",
-    )  # fmt: skip
-    args = vllm_args.parse(
-        ["--model", str(tiny_llama()), "--block-size", str(BLOCK), "--max-model-len", "512",
-         "--dtype", "float32", "--enforce-eager", "--no-async-scheduling"]
-    )  # fmt: skip
-    transfer = kv_transfer_config(
-        "prefill-0", strict=False, extra_config=settings.to_extra_config()
-    )
-    config = engine_config(args, transfer)
-    config.cache_config.num_gpu_blocks = BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(
-        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
-    )
-    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_fn)
-    scheduler = Scheduler(
-        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-    )
-    return scheduler, get_request_block_hasher(BLOCK, hash_fn)
-
-
 @pytest.fixture
 def prefill(monkeypatch, request) -> Iterator[Prefill]:
-    # A test is no engine: it keeps its process group, and does not end with a node.
-    monkeypatch.setattr(facade, "own_process_group", lambda: None)
-    monkeypatch.setattr(facade, "watch_node", lambda pid: None)
-    monkeypatch.setitem(globals(), "LEASE_S", getattr(request, "param", 60.0))
-    index = Index.create(
-        f"pdtest-{secrets.token_hex(6)}", engine_slots=3, entries_per_engine=64, node_boot_id=5
-    )
-    for slot in (0, 1):
-        index.set_control(
-            slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
-            restarts=0,
-        )  # fmt: skip
-    prefill = Prefill(index.name)
+    """Its parameter: the lease."""
+    without_process_ties(monkeypatch)
+    index = index_of(2)
+    prefill = Prefill(index.name, getattr(request, "param", 60.0))
     yield prefill
     prefill.scheduler.shutdown()
     prefill.reader.close()

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from bench.tiny_models import tiny_llama
-from tests.unit.handing_over import BLOCK, CHUNK, D, P, Pair, expected, without_process_ties
+from tests.unit.handing_over import BLOCK, CHUNK, D, P, Pair, expected
+from tests.unit.vllm_scheduler import without_process_ties
 
 
 @pytest.fixture

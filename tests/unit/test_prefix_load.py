@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ipc.index import Index
-from ipc.records import Role, State
 from ipc.segment import names
 from pdnode.connector.metadata import PrefixLoad
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.connector.worker import WorkerHalf
+from tests.unit.vllm_scheduler import index_of
 
 BLOCKS, LAYERS, PAGE = 8, 3, 512
 HASHES = [bytes([i]) * 32 for i in range(BLOCKS)]
@@ -53,16 +53,7 @@ class Half:
 
 @pytest.fixture
 def halves(prefix):
-    node = Index.create(f"{prefix}.index", engine_slots=3, entries_per_engine=16, node_boot_id=7)
-    for slot in range(2):
-        node.set_control(
-            slot,
-            engine_id=f"e{slot}",
-            role=Role.BOTH,
-            state=State.READY,
-            boot_id=slot + 1,
-            restarts=0,
-        )
+    node = index_of(2, entries=16, name=f"{prefix}.index")
     owner, reader = Half(prefix, 0), Half(prefix, 1)
     for number in range(BLOCKS):
         for i, layer in enumerate(owner.layers):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 
 from ipc.index import Index
-from ipc.records import Role, State
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
 from pdnode.connector.prefixes import Prefixes
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.prefixes import Prefixes as Seen
 from pdnode.vllm_compat import EngineCoreRequest
+from tests.unit.vllm_scheduler import index_of
 
 BLOCK, BLOCKS = 16, 64
 
@@ -56,18 +55,7 @@ class Pool:
 
 @pytest.fixture
 def index():
-    node = Index.create(
-        f"pdtest-{secrets.token_hex(6)}", engine_slots=3, entries_per_engine=16, node_boot_id=7
-    )
-    for slot in range(2):
-        node.set_control(
-            slot,
-            engine_id=f"e{slot}",
-            role=Role.BOTH,
-            state=State.READY,
-            boot_id=slot + 1,
-            restarts=0,
-        )
+    node = index_of(2, entries=16)
     yield node
     node.unlink()
     node.close()

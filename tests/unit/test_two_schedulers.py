@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.tiny_models import tiny_llama
-from tests.unit.two_schedulers import BLOCK, Machine, next_token, without_process_ties
+from tests.unit.two_schedulers import BLOCK, Machine, next_token
+from tests.unit.vllm_scheduler import without_process_ties
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,16 @@ So what a real engine could only show by a wrong token shows here at the positio
 from __future__ import annotations
 
 import random
-import secrets
 import time
 from typing import Any
 
 from ipc.index import Index
-from ipc.records import Role, State
-from pdnode import vllm_args
-from pdnode.connector import connector as facade
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
-from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import kv_transfer_config
-from pdnode.vllm_compat import EngineCoreRequest, SamplingParams, engine_config
+from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
+from tests.unit.vllm_scheduler import index_of, model_output, scheduler
 
 BLOCK = 16
 NOBODY = "nonsense"
-NODE_BOOT = 5
 
 
 def name(tokens: tuple[int, ...]) -> int:
@@ -40,17 +34,7 @@ class Machine:
     scheduling, a step is scheduled before the outputs of the one before are counted."""
 
     def __init__(self, model: str, blocks: int, engines: int = 2, ahead: bool = False) -> None:
-        self.index = Index.create(
-            f"pdtest-{secrets.token_hex(6)}",
-            engine_slots=engines + 1,
-            entries_per_engine=64,
-            node_boot_id=NODE_BOOT,
-        )
-        for slot in range(engines):
-            self.index.set_control(
-                slot, engine_id=f"e{slot}", role=Role.BOTH, state=State.READY, boot_id=slot + 1,
-                restarts=0,
-            )  # fmt: skip
+        self.index = index_of(engines)
         self.engines = [
             Engine(self, slot, engines, model, blocks, ahead) for slot in range(engines)
         ]
@@ -75,9 +59,10 @@ class Engine:
         """The share of loads during which the peer hands out one of the blocks."""
         self._rng = random.Random(slot)
         self._reader = Index.attach(machine.index.name, me=slot)
-        self.scheduler, self._hasher = _scheduler(
-            machine.index.name, slot, engines, model, blocks, ahead
-        )
+        self.scheduler, self._hasher = scheduler(
+            machine.index.name, slot, model, block_size=BLOCK, blocks=blocks, chunk=64, ahead=ahead,
+            lease_s=9, kv_paths=("shm",) * engines,
+        )  # fmt: skip
         self._ahead, self._uncounted = ahead, []
         self._tokens: dict[str, list[int]] = {}
         """As the device knows them: with those that the scheduler has not been told of."""
@@ -110,7 +95,7 @@ class Engine:
                 for rid, n in scheduled.num_scheduled_tokens.items()
             ]
             ids = [*scheduled.num_scheduled_tokens]
-            self._uncounted.append((scheduled, _model_output(ids, sampled, report, invalid)))
+            self._uncounted.append((scheduled, model_output(ids, sampled, report, invalid)))
         if len(self._uncounted) > self._ahead or not self.scheduler.has_unfinished_requests():
             self._count(*self._uncounted.pop(0))
         self.scheduler.connector.has_pending_push_work()
@@ -190,57 +175,3 @@ class Engine:
         """Blocks that are shown to peers and hold nonsense in a full block."""
         shown = self.scheduler.connector._scheduler._prefixes._hash_of
         return [block for block in shown if NOBODY in self.memory[block]]
-
-
-def _scheduler(index_name: str, slot: int, engines: int, model: str, blocks: int, ahead: bool):
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    settings = ConnectorSettings(
-        node_pid=0, index_name=index_name, segment_prefix="", engine_id=f"e{slot}", slot=slot,
-        boot_id=slot + 1, lease_s=9, fingerprint="", kv_paths=("shm",) * engines,
-    )  # fmt: skip
-    args = vllm_args.parse(
-        ["--model", model, "--block-size", str(BLOCK), "--max-model-len", "512", "--dtype",
-         "float32", "--enforce-eager", "--max-num-batched-tokens", "64",
-         "--max-num-seqs", "8", "--async-scheduling" if ahead else "--no-async-scheduling"]
-    )  # fmt: skip
-    transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
-    config = engine_config(args, transfer)
-    config.cache_config.num_gpu_blocks = blocks
-    import torch
-
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
-    )
-    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_fn)
-    scheduler = (AsyncScheduler if ahead else Scheduler)(
-        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-    )
-    return scheduler, get_request_block_hasher(BLOCK, hash_fn)
-
-
-def _model_output(ids, sampled, report: LoadReport, invalid: set[int]):
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-    return ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={rid: i for i, rid in enumerate(ids)},
-        sampled_token_ids=sampled,
-        kv_connector_output=KVConnectorOutput(
-            kv_connector_worker_meta=report if report.done or report.failed else None,
-            invalid_block_ids=invalid,
-        ),
-    )
-
-
-def without_process_ties(monkeypatch) -> None:
-    """A test is no engine: it keeps its process group, and does not end with a node."""
-    monkeypatch.setattr(facade, "own_process_group", lambda: None)
-    monkeypatch.setattr(facade, "watch_node", lambda pid: None)
