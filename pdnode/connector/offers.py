@@ -2,15 +2,16 @@
 
     begin      the request got its first blocks        entry: its blocks, nothing ready
     grow       it got more blocks                      entry: all blocks, tokens computed so far
-    progress   a prefill leg's step is done            entry: tokens computed so far
+    progress   its first step is done, or a later      entry: tokens computed so far
+               one of a prefill leg
     complete   a prefill leg is done                   entry complete; blocks pinned by reference
     withdraw   it ended, or was preempted              entry gone BEFORE vLLM may reuse a block
     release    a peer took it, or the lease ran out    entry gone, pin given back
 
 An entry exists from the first block on so that a peer can pull while we compute (decode-first), and
 so that the KV of an engine that was killed can still be found. It is written only when a block is
-added, or a prefill leg's chunk is done: at most one block of work is not in it, and a decode step
-costs nothing.
+added, or a first step or a prefill leg's chunk is done: at most one block of work is not in it, and
+a decode step costs nothing.
 
 Pins are block references, not vLLM's "delay free": a finished request leaves vLLM at once, so an
 idle P sleeps instead of spinning until D answers, and an abort of an unknown id is harmless.
@@ -63,6 +64,8 @@ class Offers:
         self._promised: dict[str, int] = {}
         """Running prefill legs, and the blocks that each will pin. A peer may be copying what is ready
         of them while the rest is computed."""
+        self._unshown: set[str] = set()
+        """Running requests in whose entry nothing is ready yet."""
 
     def has_room(self, blocks: int) -> bool:
         """May another prompt of so many blocks start, to be held for a reader when it is done?
@@ -103,6 +106,7 @@ class Offers:
             self._full(error)
             return
         self._running[request.request_id] = Offer(request, ticket, list(block_ids), given)
+        self._unshown.add(request.request_id)
 
     def grow(self, request_id: str, new_block_ids: list[int]) -> None:
         offer = self._running.get(request_id)
@@ -113,7 +117,7 @@ class Offers:
 
     def progress(self) -> None:
         """A step is done, and the scheduler has counted what it computed."""
-        for request_id in [*self._promised]:
+        for request_id in self._promised.keys() | self._unshown:
             offer = self._running.get(request_id)
             if offer is not None and (done := _done(offer)) > offer.tokens_ready:
                 self._publish(offer, done)
@@ -126,6 +130,8 @@ class Offers:
             self.withdraw(offer.request.request_id)
             return False
         offer.tokens_ready = tokens_ready
+        if tokens_ready:
+            self._unshown.discard(offer.request.request_id)
         return True
 
     def complete(self, request: Request, block_ids: list[int]) -> bool:
@@ -147,6 +153,7 @@ class Offers:
 
     def withdraw(self, request_id: str) -> None:
         self._promised.pop(request_id, None)
+        self._unshown.discard(request_id)
         offer = self._running.pop(request_id, None)
         if offer is not None:
             self._index.remove(offer.ticket)

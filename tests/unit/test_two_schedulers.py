@@ -137,3 +137,22 @@ def test_nothing_is_taken_of_a_cache_that_was_emptied(machine):
     there.send("b", prompt, 2)
     run(there)
     assert there.computed["b"] == len(prompt)
+
+
+@pytest.mark.parametrize("machine", [(64, False), (64, True)], indirect=True, ids=["sync", "ahead"])
+def test_an_entry_offers_a_prompt_when_its_step_is_counted_and_not_before(machine):
+    """``b`` finds the blocks that ``a`` fills in the same step. Neither gets another block here."""
+    engine, prompt = machine.engines[0], ids("siblings", 2 * BLOCK + 8)
+    for request_id in ("a", "b"):
+        engine.send(request_id, prompt, 6)
+
+    def ready() -> list[int]:
+        return [machine.index.select(name, owner=0).tokens_ready for name in ("a", "b")]
+
+    engine.step()
+    if not engine.answers["a"]:
+        assert ready() == [0, 0]
+        engine.step()
+    assert ready() == [len(prompt)] * 2
+    run(engine)
+    assert engine.answers["a"] == engine.answers["b"] == expected(prompt, 6)
