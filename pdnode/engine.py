@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 LOG_TAIL_LINES = 20
 KILL_S = 5.0
 """For the kernel to end a process that was sent SIGKILL."""
+CONNECT_S = 0.1
+"""How often to look whether an engine that does not answer still runs."""
 LOG_LEVEL_VARIABLE = "PDNODE_ENGINE_LOGGING_LEVEL"
 """What the launcher found in VLLM_LOGGING_LEVEL, or nothing: its own terminal is quieter than that."""
 
@@ -133,6 +136,7 @@ class Engine:
         self._log_stats = log_stats
         self._nursery = nursery
         self._manager = None
+        self._ending = False
         self._private_segments: set[Path] = set()
         self.worker_pids: list[int] = []
         self.requests = 0
@@ -162,9 +166,10 @@ class Engine:
         try:
             with contextlib.ExitStack() as stack:
                 self._manager = self._spawn(stack, addresses)
-            self.client = connect_engine_core(
-                self.vllm_config, **addresses, log_stats=self._log_stats
-            )
+                # ``end`` sets the flag, then looks for processes; here it is the other way round.
+                if self._ending:
+                    self.kill()
+            self.client = self._connect(addresses)
         except (RuntimeError, OSError) as error:  # OSError: a timeout, or the nursery was closed
             self.state = EngineState.FAILED
             self.kill()
@@ -210,6 +215,28 @@ class Engine:
             core = spawn_engine_core(self.vllm_config, **addresses, log_stats=self._log_stats)
             return stack.enter_context(core)
 
+    def _connect(self, addresses: dict[str, str]) -> AsyncMPClient:
+        """vLLM's client. It waits for the engine's first message, and for minutes if that died just
+        before: so it does on a thread of its own, and we look whether there is anybody."""
+        connected: Future[AsyncMPClient] = Future()
+
+        def connect() -> None:
+            try:
+                connected.set_result(
+                    connect_engine_core(self.vllm_config, **addresses, log_stats=self._log_stats)
+                )
+            except Exception as error:  # noqa: BLE001 (raised by result())
+                connected.set_exception(error)
+
+        processes = self.processes()
+        threading.Thread(target=connect, name=f"connect {self.engine_id}", daemon=True).start()
+        wait([connected], timeout=CONNECT_S)
+        while not connected.done() and processes and runs(processes[0]):
+            wait([connected], timeout=CONNECT_S)
+        if not connected.done():
+            raise RuntimeError("its process ended right after its start")
+        return connected.result()
+
     def _config_for_this_boot(self) -> VllmConfig:
         config = copy.deepcopy(self._template)
         settings = ConnectorSettings(
@@ -228,6 +255,7 @@ class Engine:
 
     def stop(self, timeout_s: float) -> None:
         """TERM, deadline, KILL; the whole tree. Blocks for at most ``timeout_s`` and a little."""
+        self._ending = True
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPED
         processes = self.processes()
@@ -237,6 +265,11 @@ class Engine:
         wait_until(lambda: not any(map(runs, processes)), timeout_s)
         self.kill(processes)
         self.forget_memory()
+
+    def end(self) -> None:
+        """``kill``, for good: what is just being started, and has no process yet, ends as well."""
+        self._ending = True
+        self.kill()
 
     def kill(self, processes: list[psutil.Process] | None = None) -> None:
         """SIGKILL the processes (default: this engine's tree) and wait for them to be gone."""

