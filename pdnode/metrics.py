@@ -130,6 +130,11 @@ FAMILIES = (
     _engine("engine_restarts_total", "Times the engine was started again.", "restarts"),
     _engine("engine_requests_running", "Requests that its scheduler runs.", "running"),
     _engine("engine_requests_waiting", "Requests that its scheduler has waiting.", "waiting"),
+    _engine(
+        "engine_queued_prompt_tokens",
+        "Prompt tokens that its scheduler has and has not sent through the model yet.",
+        "queued_prompt_tokens",
+    ),
     _engine("kv_blocks_free", "Blocks of the KV cache that no request holds.", "kv_blocks_free"),
     _engine("kv_blocks", "Blocks of the KV cache.", "kv_blocks_total"),
 )

@@ -46,6 +46,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 "kv_blocks_free": load.blocks_free,
                 "running": load.running,
                 "waiting": load.waiting,
+                "queued_prompt_tokens": load.queued_prompt_tokens,
                 "kv_blocks_cached": load.blocks_cached,
                 "pool_tokens": load.pool_tokens,
                 "restarts": engine.restarts,

@@ -58,7 +58,9 @@ class SchedulerHalf:
         self._loading: dict[str, Load] = {}
         self._loaded_once: set[str] = set()
         self._copied: dict[str, list[int]] = {}
-        self._present: set[str] = set()
+        self._present: dict[str, Request] = {}
+        self._prompting: set[str] = set()
+        """Of those present, the ones whose prompt may not be computed yet."""
         self._started: set[str] = set()
         self._deferred: dict[str, None] = {}
         self._not_admitted: set[str] = set()
@@ -81,7 +83,8 @@ class SchedulerHalf:
         self._publish_load()
 
     def on_new_request(self, request: Request) -> None:
-        self._present.add(request.request_id)
+        self._present[request.request_id] = request
+        self._prompting.add(request.request_id)
         self._following.begin(request)
 
     # --- take -------------------------------------------------------------------------------
@@ -196,6 +199,7 @@ class SchedulerHalf:
             self._following.yield_room()
         loads, self._loads = [*self._loads, *self._following.step(len(self._started))], []
         for request_id in scheduler_output.preempted_req_ids or ():
+            self._prompting.add(request_id)
             self._offers.withdraw(request_id)
             self._prefixes.forget(request_id)
             self._unsure.preempted(request_id)
@@ -271,7 +275,8 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         """Called before vLLM frees the blocks. Returns what the front end tells the decode leg."""
         request_id = request.request_id
-        self._present.discard(request_id)
+        self._present.pop(request_id, None)
+        self._prompting.discard(request_id)
         self._started.discard(request_id)
         self._deferred.pop(request_id, None)
         self._not_admitted.discard(request_id)
@@ -328,6 +333,17 @@ class SchedulerHalf:
         """vLLM's prefix cache was emptied: peers must not find here what it held either."""
         self._prefixes.reset()
 
+    def _queued_prompt_tokens(self) -> int:
+        queued = 0
+        for request_id in [*self._prompting]:
+            request = self._present[request_id]
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left > 0:
+                queued += left
+            else:
+                self._prompting.discard(request_id)
+        return queued
+
     def _publish_load(self) -> None:
         running = len(self._started)
         load = {
@@ -337,6 +353,7 @@ class SchedulerHalf:
             "waiting": max(0, len(self._present) - running),
             "blocks_free": self._pool.get_num_free_blocks(),
             "blocks_total": self._pool.num_gpu_blocks - 1,
+            "queued_prompt_tokens": self._queued_prompt_tokens(),
             "blocks_cached": self._prefixes.published,
             "pins": self._offers.pins,
             "index_entries": self._offers.entries,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.tiny_models import tiny_llama
-from tests.unit.two_schedulers import BLOCK, Machine, next_token
+from tests.unit.two_schedulers import BLOCK, CHUNK, Machine, next_token
 from tests.unit.vllm_scheduler import without_process_ties
 
 
@@ -156,3 +156,24 @@ def test_an_entry_offers_a_prompt_when_its_step_is_counted_and_not_before(machin
     assert ready() == [len(prompt)] * 2
     run(engine)
     assert engine.answers["a"] == engine.answers["b"] == expected(prompt, 6)
+
+
+def test_the_index_says_how_many_prompt_tokens_are_queued(machine):
+    engine = machine.engines[0]
+    engine.send("a", ids("queued a", 100), 9)
+    engine.send("b", ids("queued b", 50), 9)
+
+    def queued() -> int:
+        engine.scheduler.connector.has_pending_push_work()
+        return machine.index.engine(0).queued_prompt_tokens
+
+    seen = [queued()]
+    while seen[-1]:
+        engine.step()
+        seen.append(queued())
+    assert seen == [150, 150 - CHUNK, 150 - 2 * CHUNK, 0]
+    engine.send("c", ids("queued c", 70), 9)
+    assert queued() == 70
+    engine.leave("c")
+    assert queued() == 0
+    run(engine)

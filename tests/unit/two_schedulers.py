@@ -17,6 +17,8 @@ from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
 from tests.unit.vllm_scheduler import index_of, model_output, scheduler
 
 BLOCK = 16
+CHUNK = 64
+"""Tokens of a step."""
 NOBODY = "nonsense"
 
 
@@ -60,7 +62,7 @@ class Engine:
         self._rng = random.Random(slot)
         self._reader = Index.attach(machine.index.name, me=slot)
         self.scheduler, self._hasher = scheduler(
-            machine.index.name, slot, model, block_size=BLOCK, blocks=blocks, chunk=64, ahead=ahead,
+            machine.index.name, slot, model, block_size=BLOCK, blocks=blocks, chunk=CHUNK, ahead=ahead,
             lease_s=9, kv_paths=("shm",) * engines,
         )  # fmt: skip
         self._ahead, self._uncounted = ahead, []
