@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import secrets
 import signal
@@ -137,6 +138,8 @@ class Engine:
         self._nursery = nursery
         self._manager = None
         self._ending = False
+        self._answered = False
+        self._ready_at_s = math.inf
         self._private_segments: set[Path] = set()
         self.worker_pids: list[int] = []
         self.requests = 0
@@ -151,6 +154,8 @@ class Engine:
         self.boot_id = secrets.randbits(63) | 1
         self.state = EngineState.STARTING
         self._manager = None
+        self._answered = False
+        self._ready_at_s = math.inf
         self.requests = self.queued_tokens = 0
 
     def start(self) -> None:
@@ -183,6 +188,7 @@ class Engine:
         )
         record_segments(self._run_dir, self.engine_id, self._private_segments)
         make_private(self._run_dir)
+        self._ready_at_s = time.monotonic()
         self.state = EngineState.READY
 
     async def prepare(self) -> None:
@@ -298,6 +304,10 @@ class Engine:
         if client is not None:
             client.shutdown()
 
+    def was_of_use(self, ready_s: float) -> bool:
+        """This life: it answered a request, or has been ready for ``ready_s`` seconds."""
+        return self._answered or time.monotonic() - self._ready_at_s > ready_s
+
     # --- facts ------------------------------------------------------------------------------------
 
     @property
@@ -354,6 +364,7 @@ class Engine:
         self.queued_tokens += prompt_tokens
 
     def leg_answered(self, prompt_tokens: int) -> None:
+        self._answered = True
         self.queued_tokens -= prompt_tokens
 
     def cache_seen(self, queries: int, hits: int) -> None:

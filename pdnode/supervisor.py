@@ -2,7 +2,7 @@
 
 READY --process ends-----------> DEAD --back-off--> STARTING ... READY
 READY --no step in the budget--> DEAD (killed first)
-DEAD  --too many deaths--------> FAILED: stays down, the others go on serving
+DEAD  --no life was of use-----> FAILED: stays down, the others go on serving
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ INDEX_STATE = {
 FOLLOW_S = 0.25
 """How often the phases of a start and the progress of busy engines are looked at."""
 BACKOFF_S = (0.0, 0.0, 1.0, 5.0, 15.0, 30.0)
-"""Before the n-th restart within CRASH_WINDOW_S; after the last one the engine stays down."""
-CRASH_WINDOW_S = 300.0
+"""Before the n-th restart in a row after a life that was of no use; then the engine stays down. One
+that serves between its deaths is started again at once, however often it is killed."""
+OF_USE_S = 60.0
+"""A life is of use if the engine answered a request, or was ready for so long."""
 KV_GRACE_S = 5.0
 """A dead engine's memory is kept this long at most for the requests that copy from it."""
 
@@ -58,7 +60,7 @@ class Supervisor:
         self._progress = progress
         self._pidfds: dict[int, list[int]] = {}
         self._tasks: set[asyncio.Task] = set()
-        self._deaths: dict[int, list[float]] = {engine.slot: [] for engine in engines}
+        self._useless: dict[int, int] = {engine.slot: 0 for engine in engines}
         self._seen_steps: dict[int, tuple[int, float]] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._closing = False
@@ -171,17 +173,17 @@ class Supervisor:
         engine.state = EngineState.FAILED
         self.publish(engine)
         self._progress.line(
-            f"{engine.engine_id} died {len(BACKOFF_S)} times within {CRASH_WINDOW_S:.0f} s and stays "
-            f"down: {engine.last_error}"
+            f"{engine.engine_id} was started again {len(BACKOFF_S)} times in a row, and no life answered a "
+            f"request or lasted {OF_USE_S:.0f} s; it stays down: {engine.last_error}"
         )
         if all(other.state is EngineState.FAILED for other in self._engines):
             await self.client.no_engine_left()
 
     def _backoff_s(self, engine: Engine) -> float | None:
-        now = time.monotonic()
-        recent = [at for at in self._deaths[engine.slot] if now - at < CRASH_WINDOW_S]
-        self._deaths[engine.slot] = [*recent, now]
-        return BACKOFF_S[len(recent)] if len(recent) < len(BACKOFF_S) else None
+        """None: it has had all its chances."""
+        useless = 0 if engine.was_of_use(OF_USE_S) else self._useless[engine.slot]
+        self._useless[engine.slot] = useless + 1
+        return BACKOFF_S[useless] if useless < len(BACKOFF_S) else None
 
     # --- hang -------------------------------------------------------------------------------------
 

@@ -96,3 +96,20 @@ def test_a_crash_loop_ends_in_failed_with_the_last_lines(index, tmp_path, monkey
     assert [engine.restarts for engine in engines] == [4, 4]
     assert all(LAST_WORDS in engine.last_error for engine in engines)
     assert sorted(client.told) == ["decode-0", "decode-1", "no engine left"]
+
+
+def test_an_engine_that_answers_between_its_deaths_is_always_started_again(index, tmp_path):
+    engine = crashing(0, tmp_path)
+    watching = supervisor.Supervisor(None, [engine], index, Progress())
+
+    def pause_after_a_life(*, of_use: bool) -> float | None:
+        engine.begin_boot()
+        if of_use:
+            engine.leg_sent(1)
+            engine.leg_answered(1)
+        return watching._backoff_s(engine)
+
+    assert [pause_after_a_life(of_use=True) for _ in range(20)] == [0.0] * 20
+    useless = [pause_after_a_life(of_use=False) for _ in supervisor.BACKOFF_S]
+    assert useless == [*supervisor.BACKOFF_S[1:], None]
+    assert pause_after_a_life(of_use=True) == 0.0
