@@ -20,6 +20,7 @@ import socket
 import sys
 from typing import Any
 
+from pdnode import openmp
 from pdnode.nursery import receive, send
 
 PR_SET_PDEATHSIG = 1
@@ -33,6 +34,7 @@ def main(control_fd: int, parent: int = 0) -> None:
     _deaf()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps midwives
     _import_everything()
+    openmp.obey_in_children()
     with socket.socket(fileno=control_fd) as control:
         while True:
             message, fds, *_ = socket.recv_fds(control, 64, 1)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -237,6 +238,16 @@ def test_spans_of_vllm_and_of_the_node_arrive(node: Node, collector: Collector) 
     ]
     assert handoff["pdnode.handoff.from"] == "prefill-0"
     assert handoff["pdnode.engine"] == "decode-0"
+
+
+def test_each_engine_computes_on_its_own_core_alone(node: Node) -> None:
+    for core, engine in enumerate(node.status()["engines"]):
+        for pid in engine["worker_pids"]:
+            worker = psutil.Process(pid)
+            assert worker.cpu_affinity() == [core]
+            # OpenMP's second thread would wait for the first one busily.
+            busy_s = sorted(t.user_time + t.system_time for t in worker.threads())
+            assert len(busy_s) == 1 or busy_s[-2] < busy_s[-1] / 2, busy_s
 
 
 class Forward:
