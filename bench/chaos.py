@@ -144,11 +144,14 @@ class Chaos:
         self.tally = Tally()
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # No connection is used twice: servers end an idle one after 5 s, and a request sent in that
+        # moment would be lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self._url, timeout=self._options.timeout, limits=limits
         ) as client:
             self._client = client
+            self._begin_s = time.monotonic()
             self._end_s = time.monotonic() + self._options.seconds
             async with asyncio.TaskGroup() as group:
                 for stream in range(self._options.streams):
@@ -170,6 +173,8 @@ class Chaos:
             if answer is None:
                 self.tally.left += 1
             else:
+                if answer.error:
+                    answer.error += f" (after {time.monotonic() - self._begin_s:.0f} s)"
                 self.tally.judge(number, answer, self._truths[number], self.faults.times_s)
 
     async def _schedule(self) -> None:
@@ -255,6 +260,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shm-gib", type=float, metavar="N", help="run with a /dev/shm of this size (needs root)"
     )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' output there")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -266,7 +272,8 @@ def main(argv: list[str]) -> int:
         in_small_shm(options.shm_gib, [sys.executable, "-m", "bench", "chaos", *argv])
     model = str(tiny_llama())
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         truths = recorded(model, folder, options.seed)
         chaos, status, leaks = fire_at_node(model, folder, options, truths)
     return report(chaos, status, leaks)

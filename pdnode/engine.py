@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ipc.segment import sweep
-from pdnode.connector import generators
+from pdnode.connector import worker_extension
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
-from pdnode.reaper import private_segments, record_segments, unlink_all
+from pdnode.reaper import private_segments, record_files, unlink_all
 from pdnode.rundir import make_private
 from pdnode.vllm_compat import (
     EngineDeadError,
@@ -140,7 +140,7 @@ class Engine:
         self._ending = False
         self._answered = False
         self._ready_at_s = math.inf
-        self._private_segments: set[Path] = set()
+        self._left_by_a_kill: set[Path] = set()
         self.worker_pids: list[int] = []
         self.requests = 0
         self.queued_tokens = 0
@@ -183,31 +183,31 @@ class Engine:
                 f"{self.log_path}:\n{self.log_tail()}"
             ) from error
         self.worker_pids = [process.pid for process in self.worker_processes()]
-        self._private_segments = set[Path]().union(
-            *(private_segments(process.pid) for process in self.processes())
-        )
-        record_segments(self._run_dir, self.engine_id, self._private_segments)
+        self._left_by_a_kill = set()
+        for process in self.processes():
+            self._remember(private_segments(process.pid))
         make_private(self._run_dir)
         self._ready_at_s = time.monotonic()
         self.state = EngineState.READY
 
     async def prepare(self) -> None:
         """On the loop, when ``start`` is done. Raises EngineFailed."""
-        if not self._keeps_generator_states:
-            return
+        if self._template.parallel_config.worker_extension_cls != worker_extension.PATH:
+            return  # the user has one of his own
         try:
-            await self.client.collective_rpc_async(generators.METHOD)
+            files = await self.client.collective_rpc_async(worker_extension.METHOD)
         except EngineDeadError as error:
             self.state = EngineState.FAILED
             raise EngineFailed(
                 f"{self.engine_id} ended right after its start; its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
             ) from error
+        self._remember({Path(file) for file in files if file})
 
-    @property
-    def _keeps_generator_states(self) -> bool:
-        extension = self._template.parallel_config.worker_extension_cls
-        return self.spec.device.kind == "cpu" and extension == generators.PATH
+    def _remember(self, files: set[Path]) -> None:
+        """They would stay if the engine were killed; the reaper can read of them too."""
+        self._left_by_a_kill |= files
+        record_files(self._run_dir, self.engine_id, self._left_by_a_kill)
 
     def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
         """The process exists when this returns; leaving ``stack`` waits until it has started."""
@@ -290,7 +290,7 @@ class Engine:
         self._close_client()
         prefix = f"{self._settings.segment_prefix}.{self.boot_id:016x}"
         sweep(prefix, keep=lambda name: False)
-        unlink_all(self._private_segments)
+        unlink_all(self._left_by_a_kill)
 
     async def wake(self) -> None:
         """Let an idle engine go once round its loop."""

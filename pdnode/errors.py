@@ -9,6 +9,8 @@
       EngineFailed          an engine died or hung while the node was serving
       NoEngine              no engine is left that may take this request: HTTP 503
       HandoffLost           the KV of one request was gone or replaced before it was copied
+        HandoffRecomputed   the same under --strict: the request ends with HTTP 500
+      RequestBlamed         engines ended under this request, one after the other: HTTP 500
       BadRole               POST /pd/role or /pd/drain asked for what cannot be: HTTP 400
       EnginesDisagree       a call to all engines got answers that cannot be one answer
 
@@ -20,6 +22,8 @@ from __future__ import annotations
 
 class PdNodeError(Exception):
     exit_code = 1
+    status = 500
+    """Of the HTTP answer, where a request is what ends."""
 
 
 class ConfigError(PdNodeError):
@@ -47,10 +51,18 @@ class EngineFailed(PdNodeError):
 
 
 class NoEngine(PdNodeError):
-    pass
+    status = 503
 
 
 class HandoffLost(PdNodeError):
+    pass
+
+
+class HandoffRecomputed(HandoffLost):
+    pass
+
+
+class RequestBlamed(PdNodeError):
     pass
 
 

@@ -87,7 +87,10 @@ class Journey:
     deaths: int = 0
     """Engines that ended under this request."""
     deaths_in_a_row: int = 0
-    """The same, since the client was last sent a token."""
+    """Those since the client was last sent a token of which this request may be the cause (suspects)."""
+    short_lives: int = 0
+    """The same, with hardly a token from one to the next."""
+    emitted_at_death: int = 0
     recomputed_tokens: int = 0
     """By the decode leg, of what it was to copy."""
     split: bool = False

@@ -33,7 +33,7 @@ from pdnode import (
     warmup,
 )
 from pdnode.config import NodeConfig
-from pdnode.connector import generators, replay
+from pdnode.connector import replay, worker_extension
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.engine import Engine, EngineState, kv_transfer_config
 from pdnode.errors import BadRole, ConfigError, EngineFailed, NodeStartError, PdNodeError
@@ -44,7 +44,13 @@ from pdnode.progress import Progress
 from pdnode.split_client import SplitClient
 from pdnode.supervisor import Supervisor
 from pdnode.transfer_log import TransferLog
-from pdnode.vllm_compat import build_async_llm, engine_config, open_listen_socket, serve
+from pdnode.vllm_compat import (
+    build_async_llm,
+    engine_config,
+    fail_request,
+    open_listen_socket,
+    serve,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -93,7 +99,10 @@ class Node:
         self.supervisor.publish(engine)
 
     async def drain_engine(self, engine_id: str, drain: bool) -> None:
-        """Send the engine no new work, or again; what runs there goes on. Raises BadRole."""
+        """Send the engine no new work, or again; what runs there goes on. Raises BadRole.
+
+        One that stays down is started again by the latter.
+        """
         engine = next((e for e in self.engines if e.engine_id == engine_id), None)
         if engine is None:
             known = ", ".join(e.engine_id for e in self.engines)
@@ -104,6 +113,8 @@ class Node:
                 "launcher SIGTERM"
             )
         engine.draining = drain
+        if not drain:
+            self.supervisor.try_again(engine)
         if not drain and engine.state is EngineState.READY:
             await self.client.engine_back(engine)
 
@@ -189,6 +200,9 @@ class Node:
         self._outlets = Outlets(config, self.client)
         self._measure()
         llm = build_async_llm(front, self.client, config.frontend_args)
+        self.client.explain = lambda request_id, error: fail_request(
+            llm, request_id, error.status, str(error)
+        )
         for engine in self.engines:
             self.client.listen(engine)
             self.supervisor.watch(engine)
@@ -239,7 +253,7 @@ class Node:
             if self.config.trace_path is not None:
                 args.enable_logging_iteration_details = True  # when an engine's steps were
             args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
-            args.worker_extension_cls = args.worker_extension_cls or generators.PATH
+            args.worker_extension_cls = args.worker_extension_cls or worker_extension.PATH
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
             template = engine_config(args, connector)
             settings = ConnectorSettings(

@@ -58,17 +58,19 @@ def unlink_all(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-SEGMENTS_SUFFIX = ".segments"
+FILES_SUFFIX = ".files"
 
 
-def record_segments(run_dir: Path, name: str, paths: Iterable[Path]) -> None:
+def record_files(run_dir: Path, name: str, paths: Iterable[Path]) -> None:
     """For the day these processes are gone before anybody could look at their maps."""
-    Path(run_dir, name + SEGMENTS_SUFFIX).write_text("\n".join(map(str, paths)))
+    record = Path(run_dir, name + FILES_SUFFIX)
+    record.touch(mode=0o600)
+    record.write_text("\n".join(map(str, paths)))
 
 
-def recorded_segments(run_dir: Path) -> set[Path]:
+def recorded_files(run_dir: Path) -> set[Path]:
     found: set[Path] = set()
-    for path in run_dir.glob(f"*{SEGMENTS_SUFFIX}"):
+    for path in run_dir.glob(f"*{FILES_SUFFIX}"):
         found |= {Path(line) for line in path.read_text().splitlines() if line}
     return found
 
@@ -103,9 +105,9 @@ def main(argv: list[str]) -> int:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.poll()
-    segments = recorded_segments(run_dir)
+    files = recorded_files(run_dir)
     left = kill_marked(boot_id)
-    unlink_all(segments)
+    unlink_all(files)
     remove_leftovers(run_dir, segment_prefix)
     return 1 if left else 0
 

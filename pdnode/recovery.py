@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdnode.decode_first import DecodeFirst
 from pdnode.engine import Engine, EngineState
+from pdnode.errors import NoEngine, PdNodeError, RequestBlamed
 from pdnode.journey import Journey, Stage, error_output
 from pdnode.placement import Plan
+from pdnode.suspects import Suspects
 from pdnode.vllm_compat import EngineCoreOutputs, init_logger
 
 logger = init_logger(__name__)
-
-MAX_DEATHS_IN_A_ROW = 2
-"""A request under which two engines died without a token in between is likely what kills them."""
-MAX_DEATHS = 6
-"""And one that survives this many is not worth the next engine."""
 
 
 @dataclass(slots=True)
@@ -29,29 +27,48 @@ class Recovery(DecodeFirst):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.resources = Resources()
+        self.explain: Callable[[str, PdNodeError], None] = lambda request_id, error: None
+        """Set once there is a front end: what a client is told of a request that failed."""
+        self._suspects = Suspects()
         self._waiting: list[Journey] = []
         """Requests that no engine can take now: the first one that is back gets them."""
 
     async def engine_died(self, engine: Engine) -> None:
         """Every request that was on the engine goes on elsewhere, or ends with an error."""
         hit = [j for j in self._by_leg.values() if j.leg is not None and j.leg.slot == engine.slot]
+        verdict = self._suspects.judge(hit, self._began)
         for journey in hit:
             self._leg_over(journey)
-            await self._resume(journey)
+            await self._unfollow(journey)
+        for journey in verdict.free:
+            await self._take_up(journey)
+        for journey in verdict.blamed:
+            await self._fail(journey, self._blame(journey, engine))
+        await self._next_trial()
 
-    async def _resume(self, journey: Journey) -> None:
-        await self._unfollow(journey)
-        journey.deaths += 1
-        journey.deaths_in_a_row += 1
-        if journey.deaths_in_a_row >= MAX_DEATHS_IN_A_ROW or journey.deaths >= MAX_DEATHS:
-            logger.error(
-                "%s was running on %d engines when they died, and is not tried again",
-                journey.request_id,
-                journey.deaths,
-            )
-            await self._fail(journey)
-            return
-        await self._take_up(journey)
+    def _began(self, journey: Journey) -> bool:
+        """A request has an entry in the index from its first step on."""
+        leg = journey.leg
+        assert leg is not None
+        return leg.answered or self._index.select(leg.leg_id, owner=leg.slot) is not None
+
+    def _blame(self, journey: Journey, engine: Engine) -> RequestBlamed:
+        error = RequestBlamed(
+            f"{journey.deaths} engines ended while they ran this request, the last one was "
+            f"{engine.engine_id}, and it is not tried again; GET /pd/status has the engine's last_error"
+        )
+        logger.error("%s: %s", journey.request_id, error)
+        return error
+
+    async def _next_trial(self) -> None:
+        journey = self._suspects.next()
+        if journey is not None:
+            await self._take_up(journey)
+
+    async def _end(self, journey: Journey, stage: Stage) -> None:
+        await super()._end(journey, stage)
+        if self._suspects:
+            await self._next_trial()
 
     def copying_from(self, slot: int) -> bool:
         """Is a request still to copy KV from this engine's memory?"""
@@ -94,11 +111,13 @@ class Recovery(DecodeFirst):
     async def no_engine_left(self) -> None:
         """No engine will come back: end what waits for one, and tell vLLM's front end."""
         self.resources.engine_dead = True
+        error = NoEngine("every engine of the node stays down; GET /pd/status has their last_error")
         for journey in [*self._by_request.values()]:
-            await self._fail(journey)
+            await self._fail(journey, error)
 
-    async def _fail(self, journey: Journey) -> None:
+    async def _fail(self, journey: Journey, error: PdNodeError) -> None:
         self.counters.failed += 1
+        self.explain(journey.request_id, error)
         output = error_output(journey.request_id)
         await self._end(journey, Stage.FAILED)
         mine = self._route(journey, output)

@@ -113,9 +113,9 @@ def sweep_dead() -> list[str]:
         lock = _try_lock(path / "lock")
         if lock is None:
             continue
-        segments = reaper.recorded_segments(path)
+        files = reaper.recorded_files(path)
         reaper.kill_marked(path.name)
-        reaper.unlink_all(segments)
+        reaper.unlink_all(files)
         reaper.remove_leftovers(path, segment_prefix(path.name))
         os.close(lock)
         cleared.append(path.name)

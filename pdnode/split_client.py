@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ipc.index import Index
 from pdnode import token1
 from pdnode.engine import Engine
+from pdnode.errors import HandoffRecomputed
 from pdnode.facts import remove_private_args
 from pdnode.journey import Journey, Source, Stage, error_output, offers_kv
 from pdnode.placement import Decline, NodeView, Plan
@@ -195,6 +196,8 @@ class SplitClient(Recovery):
             mine = journey.on_output(output)
         if journey.ended:
             await self._end(journey, journey.stage)
+        elif self._suspects:
+            await self._next_trial()
         return self._route(journey, mine)
 
     async def _prefilled(self, journey: Journey, output: EngineCoreOutput):
@@ -232,7 +235,15 @@ class SplitClient(Recovery):
             recomputed,
             journey.plan.decode,
         )
-        self.counters.failed += self._config.strict
+        if self._config.strict:
+            self.counters.failed += 1
+            self.explain(
+                journey.request_id,
+                HandoffRecomputed(
+                    f"the KV of {recomputed} prompt tokens was not there to be copied, and --strict "
+                    "forbids computing it again"
+                ),
+            )
         return not self._config.strict
 
     async def _stray(self, engine: Engine, output: EngineCoreOutput) -> None:

@@ -179,6 +179,16 @@ class Supervisor:
         if all(other.state is EngineState.FAILED for other in self._engines):
             await self.client.no_engine_left()
 
+    def try_again(self, engine: Engine) -> None:
+        """An operator's word that the cause is mended: a FAILED engine has all its chances again."""
+        if engine.state is not EngineState.FAILED or self._closing:
+            return
+        self._useless[engine.slot] = 0
+        engine.state = EngineState.DEAD
+        self.publish(engine)
+        self._progress.state(engine.engine_id, engine.state.value)
+        self.spawn(self._restart(engine))
+
     def _backoff_s(self, engine: Engine) -> float | None:
         """None: it has had all its chances."""
         useless = 0 if engine.was_of_use(OF_USE_S) else self._useless[engine.slot]

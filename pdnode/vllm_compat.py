@@ -12,6 +12,7 @@ import argparse
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -88,6 +89,7 @@ __all__ = [
     "connect_engine_core",
     "drop_in_flight",
     "engine_config",
+    "fail_request",
     "flush_traces",
     "init_logger",
     "open_listen_socket",
@@ -251,6 +253,12 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "AuthenticationMiddleware.verify_token",
         ("headers",),
     ),
+    (
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.__init__",
+        (),
+    ),  # .request_states[id].queue
+    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens",)),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids",)),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash", ()),
@@ -276,7 +284,8 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.block_pool", "BlockPool.get_cached_block", ("block_hash",)),
     ("vllm.config.parallel", "ParallelConfig", ("worker_extension_cls",)),
     ("vllm.v1.engine.core_client", "AsyncMPClient.collective_rpc_async", ("method",)),
-    # Of a worker, by generators.WorkerExtension: model_runner.input_batch.generators.
+    # Of a worker, by WorkerExtension: model_runner.input_batch.generators, and where its ranks meet.
+    ("vllm.v1.worker.worker_base", "WorkerBase.__init__", ("distributed_init_method",)),
     ("vllm.v1.sample.metadata", "SamplingMetadata", ("generators",)),
     ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),
     ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
@@ -452,6 +461,17 @@ def build_async_llm(
             disable_log_stats=args.disable_log_stats,
             aggregate_engine_logging=args.aggregate_engine_logging,
         )
+
+
+def fail_request(llm: AsyncLLM, request_id: str, status: int, message: str) -> None:
+    """Make the request's ``generate`` raise, for vLLM's server to answer with this status and message.
+
+    An output with finish reason ERROR must follow: it frees what vLLM keeps of the request, but all
+    that it would tell the client is "Internal server error".
+    """
+    state = llm.output_processor.request_states.get(request_id)
+    if state is not None and state.queue is not None:
+        state.queue.put(GracefulHTTPError(message, HTTPStatus(status)))
 
 
 def trace_span(

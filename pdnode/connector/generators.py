@@ -4,8 +4,6 @@ A step that ends inside a prompt samples a token like any other and throws it aw
 the request's generator back by one draw (``gen.set_offset``). CPU generators have no offset, so a
 seeded request whose prompt took two steps ended the worker (vLLM 0.32, 0.33). Here a generator's
 state is kept before each draw, and ``set_offset`` on the CPU is "that state again".
-
-Installed through vLLM's own hook for methods of one's own on a worker, ``worker_extension_cls``.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-PATH = "pdnode.connector.generators.WorkerExtension"
-METHOD = "pdnode_keep_generator_states"
 
 
 class LastDraw:
@@ -60,11 +55,7 @@ class Generators(dict):
         super().__setitem__(row, generator)
 
 
-class WorkerExtension:
-    def pdnode_keep_generator_states(self) -> bool:
-        """Called once in each worker when it is ready. False: nothing to be done here."""
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        if runner.device.type != "cpu" or runner.speculative_config is not None:
-            return False
+def keep_states(runner: Any) -> None:
+    """``runner``: a worker's model runner, once it is ready."""
+    if runner.device.type == "cpu" and runner.speculative_config is None:
         runner.input_batch.generators = Generators(runner.input_batch.generators)
-        return True

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,12 @@ BLOCK = 128
 CHUNKS = ("--max-num-batched-tokens", "512")
 """The prompts of these tests are computed in several steps."""
 PROMPT = [(7 * i) % 400 + 10 for i in range(700)]
+
+SAMPLINGS = {
+    "greedy": {},
+    "seeded": {"seed": 3, "temperature": 1.0},
+    "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.3, "min_tokens": 5},
+}
 
 pytestmark = pytest.mark.kill
 
@@ -65,14 +72,39 @@ def tokens_of(node: Node, on_token: Callable[[int], None] | None = None, **body)
     return tokens
 
 
-def serving_engine(node: Node, role: str) -> dict:
-    """The engine of ``role`` that has a request now."""
+def streams_at_once(node: Node, then: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    """One stream of each sampling; ``then`` is called once every one has 30 tokens."""
+    running = threading.Barrier(len(SAMPLINGS), action=then)
+
+    def one(sampling: dict) -> list[int]:
+        return tokens_of(node, once_at(30, lambda: running.wait(60)), **sampling)
+
+    with ThreadPoolExecutor(len(SAMPLINGS)) as pool:
+        return dict(zip(SAMPLINGS, pool.map(one, SAMPLINGS.values()), strict=True))
+
+
+def serving_engine(node: Node, role: str, but: str = "") -> dict:
+    """The engine of ``role`` that computes for a request now."""
+
+    def serves(engine: dict) -> bool:
+        computes = engine["running"] and engine["index_entries"]
+        return engine["role"] == role and computes and engine["id"] != but
+
     status = node.wait_status(
-        lambda s: any(e["role"] == role and e["running"] for e in s["engines"]),
-        30,
-        f"a {role} engine with a request",
+        lambda s: any(map(serves, s["engines"])), 30, f"a {role} engine with a request"
     )
-    return next(e for e in status["engines"] if e["role"] == role and e["running"])
+    return next(filter(serves, status["engines"]))
+
+
+@pytest.fixture(scope="module")
+def expected(node: Node) -> dict[str, list[int]]:
+    """Their answers in peace."""
+    return streams_at_once(node)
+
+
+def change_role(node: Node, engine: str, role: str) -> None:
+    body = {"engine": engine, "role": role}
+    assert node.http.post("/pd/role", json=body).status_code == 200
 
 
 def all_ready(node: Node) -> dict:
@@ -118,21 +150,18 @@ def test_a_seeded_request_of_one_engine_does_not_end_it(node, length):
     assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
 
 
-def test_roles_change_under_load_and_change_no_answer(node):
-    expected = tokens_of(node)
+def test_roles_change_under_load_and_change_no_answer(node, expected):
     answers: list[list[int]] = []
     asking = [threading.Thread(target=lambda: answers.append(tokens_of(node))) for _ in range(4)]
     for thread in asking:
         thread.start()
     flips = 0
     while any(thread.is_alive() for thread in asking):
-        role = ("decode", "prefill")[flips % 2]
-        body = {"engine": "prefill-1", "role": role}
-        assert node.http.post("/pd/role", json=body).status_code == 200
+        change_role(node, "prefill-1", ("decode", "prefill")[flips % 2])
         flips += 1
-    node.http.post("/pd/role", json={"engine": "prefill-1", "role": "prefill"})
+    change_role(node, "prefill-1", "prefill")
     assert flips > 2
-    assert answers == [expected] * 4
+    assert answers == [expected["greedy"]] * 4
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"engine": "x", "role": "decode"}', b"[]"])
@@ -142,32 +171,29 @@ def test_a_bad_role_change_is_refused_and_changes_nothing(node, body):
     assert [e["role"] for e in node.status()["engines"]] == before
 
 
-@pytest.mark.parametrize(
-    "sampling, process",
-    [
-        ({}, "core"),
-        ({}, "worker"),
-        ({"seed": 3, "temperature": 1.0}, "worker"),
-        ({"presence_penalty": 0.6, "frequency_penalty": 0.3, "min_tokens": 5}, "core"),
-    ],
-    ids=["greedy-core", "greedy-worker", "seeded", "penalties"],
-)
-def test_a_stream_whose_decode_engine_is_killed_goes_on_unchanged(node, sampling, process):
-    expected = tokens_of(node, **sampling)
+@pytest.mark.parametrize("process", ["core", "worker"])
+def test_streams_whose_decode_engine_is_killed_go_on_unchanged(node, expected, process):
     before = all_ready(node)["counters"]
-    got = tokens_of(node, once_at(30, killer(node, "decode", process)), **sampling)
-    assert got == expected
+    change_role(node, "decode-1", "prefill")  # so that all streams are on decode-0
+    kill = killer(node, "decode", process)
+
+    def take_turns() -> None:
+        change_role(node, "decode-1", "decode")
+        kill()
+
+    assert streams_at_once(node, take_turns) == expected
     after = all_ready(node)["counters"]
-    assert after["resumes"] == before["resumes"] + 1
+    assert after["resumes"] == before["resumes"] + len(SAMPLINGS)
     assert after["failed"] == before["failed"]
     # One partial block of KV may have been in nobody's table yet; the rest is copied. A sampler
     # with a history writes its answer again, but does not compute the prompt again.
-    assert after["resume_recomputed_tokens"] - before["resume_recomputed_tokens"] <= BLOCK
+    recomputed = after["resume_recomputed_tokens"] - before["resume_recomputed_tokens"]
+    assert recomputed <= len(SAMPLINGS) * BLOCK
 
 
 def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
     prompt = [(11 * i) % 400 + 10 for i in range(1900)]
-    expected = tokens_of(node, prompt=prompt, max_tokens=100)
+    in_peace = tokens_of(node, prompt=prompt, max_tokens=100)
     node.http.post("/reset_prefix_cache")
     all_ready(node)
     killed = threading.Thread(target=killer(node, "prefill", "worker"))
@@ -186,16 +212,38 @@ def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
     for thread in [killed, *asking]:
         thread.join(120)
     assert len(answers) == 6
-    assert dict(answers)[0] == expected
+    assert dict(answers)[0] == in_peace
     all_ready(node)
 
 
-def test_a_stopped_worker_is_ejected_after_the_health_timeout(node):
-    expected = tokens_of(node)
+def test_a_request_under_which_two_engines_die_is_blamed_and_no_other(node, expected):
+    """As one would be that ends whatever computes its prompt."""
+    body = {"model": MODEL_NAME, "prompt": [(13 * i) % 400 + 10 for i in range(1900)]}
+    before = all_ready(node)["counters"]
+    running = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(tokens_of, node, once_at(1, running.set))
+        assert running.wait(30)
+        poison = pool.submit(node.http.post, "/v1/completions", json=body)
+        first = serving_engine(node, "prefill")
+        os.kill(first["worker_pids"][0], signal.SIGKILL)
+        second = serving_engine(node, "prefill", but=first["id"])
+        os.kill(second["worker_pids"][0], signal.SIGKILL)
+        assert stream.result(120) == expected["greedy"]
+        answer = poison.result(120)
+    assert answer.status_code == 500
+    message = answer.json()["error"]["message"]
+    assert (
+        f"2 engines ended while they ran this request, the last one was {second['id']}" in message
+    )
+    assert all_ready(node)["counters"]["failed"] == before["failed"] + 1
+
+
+def test_a_stopped_worker_is_ejected_after_the_health_timeout(node, expected):
     all_ready(node)
     begin_s = time.monotonic()
     got = tokens_of(node, once_at(30, killer(node, "decode", "worker", signal.SIGSTOP)))
-    assert got == expected
+    assert got == expected["greedy"]
     assert time.monotonic() - begin_s > 5
     all_ready(node)
 
@@ -209,9 +257,8 @@ def test_all_blocks_come_back(node):
     )
 
 
-def test_a_stop_drains_running_streams_and_refuses_new_ones(node):
+def test_a_stop_drains_running_streams_and_refuses_new_ones(node, expected):
     """Last on this node: it ends it."""
-    expected = tokens_of(node)
     status = all_ready(node)
     pids = [p for e in status["engines"] for p in (e["pid"], *e["worker_pids"])]
     anonymous = anonymous_names(pids)
@@ -222,7 +269,7 @@ def test_a_stop_drains_running_streams_and_refuses_new_ones(node):
         node.wait_status(lambda s: s["draining"], 5, "draining")
         refused.append(node.http.post("/v1/completions", json={"prompt": "x"}))
 
-    assert tokens_of(node, once_at(20, stop)) == expected
+    assert tokens_of(node, once_at(20, stop)) == expected["greedy"]
     assert refused[0].status_code == 503
     assert refused[0].headers["retry-after"]
     assert node.process.wait(15) == 0
@@ -312,8 +359,12 @@ def test_a_killed_launcher_takes_everything_with_it(model, tmp_path):
         pids = [p for e in status["engines"] for p in (e["pid"], *e["worker_pids"])]
         anonymous = anonymous_names(pids)
         assert anonymous
+        # Of each engine, where its ranks found each other.
+        files = reaper.recorded_files(rundir.base_dir() / status["boot_id"])
+        assert len({file for file in files if file.parent != reaper.SHM_DIR}) == 2
         node.process.kill()
         node.process.wait(5)
         assert_gone(status["boot_id"], anonymous)
+        assert not [file for file in files if file.exists()]
     finally:
         node.stop()

@@ -88,14 +88,21 @@ def test_a_crash_loop_ends_in_failed_with_the_last_lines(index, tmp_path, monkey
         async with asyncio.timeout(30):
             while watching._tasks:
                 await asyncio.sleep(0.01)
+            # An operator wants to see it once more.
+            watching.try_again(engines[1])
+            assert engines[1].state is EngineState.DEAD
+            while watching._tasks:
+                await asyncio.sleep(0.01)
         await watching.close()
+        watching.try_again(engines[1])
+        assert not watching._tasks
         return client
 
     client = asyncio.run(crash_both())
     assert [engine.state for engine in engines] == [EngineState.FAILED] * 2
-    assert [engine.restarts for engine in engines] == [4, 4]
+    assert [engine.restarts for engine in engines] == [4, 8]
     assert all(LAST_WORDS in engine.last_error for engine in engines)
-    assert sorted(client.told) == ["decode-0", "decode-1", "no engine left"]
+    assert sorted(client.told) == ["decode-0", "decode-1", "no engine left", "no engine left"]
 
 
 def test_an_engine_that_answers_between_its_deaths_is_always_started_again(index, tmp_path):
