@@ -10,8 +10,11 @@ BENCHES = {
     "chaos": "kill, stop and abort engines under load; every answer against plain vLLM's",
     "cycles": "start a node and end it, at random phases, with random signals: nothing may be left",
     "frontend": "pdnode's front end beside vLLM's own, over fake engine cores",
+    "handoff": "one request at a time: TTFT, hand-off and KV rate beside plain vLLM",
+    "interference": "gaps of running streams while long prompts arrive, beside plain vLLM",
     "ipc": "the index against Redis and ZeroMQ, copies against memmove, the pipe against queues",
     "scale": "control cost per request from 1P1D to 8P8D, over fake engine cores",
+    "startup": "ready and memory of 1P1D beside plain vLLM",
 }
 
 

@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
+def short(value: float) -> str:
+    """Three digits, or all of them before the point."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 @dataclass
 class Series:
     """One number a round."""
@@ -22,10 +27,10 @@ class Series:
 
     @property
     def spread(self) -> str:
-        return f"{min(self.rounds):.3g}..{max(self.rounds):.3g}"
+        return f"{short(min(self.rounds))}..{short(max(self.rounds))}"
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.spread})"
+        return f"{short(self.median)} ({self.spread})"
 
     def to_json(self) -> dict:
         return {"median": self.median, "rounds": self.rounds}

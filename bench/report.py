@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Series, table, verdict
+from bench.measure import Series, short, table, verdict
 
 Cell = Series | float | None
 NO_MATPLOTLIB = "no picture: --png needs matplotlib, to be had by pip install 'pdnode[bench]'"
@@ -166,7 +166,7 @@ def _cpu_model() -> str:
 def _text(cell: Cell) -> str:
     if cell is None:
         return "-"
-    return str(cell) if isinstance(cell, Series) else f"{cell:.3g}"
+    return str(cell) if isinstance(cell, Series) else short(cell)
 
 
 def _json(cell: Cell) -> Any:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -50,20 +51,30 @@ class Server:
         self.port = free_port()
         self.log = log
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, *argv, "--port", str(self.port), "--host", "127.0.0.1"]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        self._command = [sys.executable, *argv, "--port", str(self.port), "--host", "127.0.0.1"]
+        self._env = {**os.environ, **(env or {})}
+        log.write_bytes(b"")
+        self.process = self._spawned()
         # Servers end an idle connection after 5 s, and a request sent in that moment would be lost.
         headers = {"Connection": "close"}
         self.http = httpx.Client(base_url=self.url, timeout=120.0, headers=headers)
+
+    def _spawned(self) -> subprocess.Popen:
+        with self.log.open("ab") as out:
+            return subprocess.Popen(
+                self._command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def start_again(self) -> None:
+        """A new process on the same port, after the last one has ended."""
+        assert self.process.poll() is not None
+        self.process = self._spawned()
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -106,9 +117,16 @@ class Node(Server):
     """``launcher.py`` with one core per role, as two cores allow."""
 
     def __init__(
-        self, model: str, log: Path, *args: str, prefill: int = 1, decode: int = 1, **env: str
+        self,
+        model: str,
+        log: Path,
+        *args: str,
+        prefill: int = 1,
+        decode: int = 1,
+        cpus: Sequence[str] = ("0", "1"),
+        **env: str,
     ) -> None:
-        placement = ["--prefill-cpus", "0", "--decode-cpus", "1"]
+        placement = ["--prefill-cpus", cpus[0], "--decode-cpus", cpus[1]]
         placement += ["--prefill-engines", str(prefill), "--decode-engines", str(decode)]
         super().__init__(["launcher.py", model, *placement, *args], log, env)
 

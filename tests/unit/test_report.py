@@ -29,6 +29,10 @@ def options(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def test_thousands_are_not_written_with_an_exponent():
+    assert str(Series([2690.4, 999.6, 12.345])) == "1000 (12.3..2690)"
+
+
 def test_text_and_json_agree(report, tmp_path, capsys):
     assert report.finish(options("--json", str(tmp_path / "r.json"))) == 0
     text = capsys.readouterr().out
