@@ -126,6 +126,8 @@ class Engine:
         """An operator's word: no new work is sent here. Outlives a restart."""
         self.restarts = 0
         self.last_error: str | None = None
+        self.ended_from_outside = False
+        """Its last death: by somebody's signal, and not by anything it ran."""
         self.boot_id = 0
         self.vllm_config: VllmConfig = vllm_config
         self.client: AsyncMPClient
@@ -331,6 +333,14 @@ class Engine:
             return [core, *core.children(recursive=True)]
         except psutil.NoSuchProcess:
             return [psutil.Process(pid) for pid in self.worker_pids if psutil.pid_exists(pid)]
+
+    def is_stopped(self) -> bool:
+        """Any of its processes: by SIGSTOP, a terminal or a debugger."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    return True
+        return False
 
     def worker_processes(self) -> list[psutil.Process]:
         """The engine core's children that run vLLM workers (its resource tracker is a child too)."""

@@ -36,7 +36,8 @@ class Recovery(DecodeFirst):
     async def engine_died(self, engine: Engine) -> None:
         """Every request that was on the engine goes on elsewhere, or ends with an error."""
         hit = [j for j in self._by_leg.values() if j.leg is not None and j.leg.slot == engine.slot]
-        verdict = self._suspects.judge(hit, self._began)
+        outside = engine.ended_from_outside
+        verdict = self._suspects.judge(hit, lambda journey: not outside and self._began(journey))
         for journey in hit:
             self._leg_over(journey)
             await self._unfollow(journey)

@@ -170,7 +170,7 @@ class SplitClient(Recovery):
             if output.finish_reason is FinishReason.ABORT and not self.told_to_abort:
                 # We did not ask: the engine's process was told to end (SIGTERM). It is as good as
                 # dead, and its requests go on elsewhere.
-                self.node.supervisor.give_up(engine, "it was told to end")
+                self.node.supervisor.give_up(engine, "it was told to end", from_outside=True)
                 continue
             journey.timeline.output(output, outputs.timestamp)
             mine = await self._advance(journey, output)

@@ -128,12 +128,16 @@ class Supervisor:
             loop.remove_reader(fd)
             os.close(fd)
 
-    def give_up(self, engine: Engine, why: str) -> None:
-        """What it runs goes on elsewhere, and it is started again. The first call of a life counts."""
+    def give_up(self, engine: Engine, why: str, *, from_outside: bool = False) -> None:
+        """What it runs goes on elsewhere, and it is started again. The first call of a life counts.
+
+        ``from_outside``: none of its requests can be the cause.
+        """
         self._unwatch(engine)
         if engine.state is not EngineState.READY or self._closing:
             return
         engine.state = EngineState.DEAD
+        engine.ended_from_outside = from_outside
         engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
@@ -207,9 +211,12 @@ class Supervisor:
             await asyncio.sleep(FOLLOW_S)
             for engine in self._engines:
                 if engine.state is EngineState.READY and self._hangs(engine):
+                    stopped = engine.is_stopped()
                     self.give_up(
                         engine,
-                        f"no step for --health-timeout {self._config.health_timeout_s:.0f} s",
+                        f"no step for --health-timeout {self._config.health_timeout_s:.0f} s"
+                        + (", as it was stopped by a signal" if stopped else ""),
+                        from_outside=stopped,
                     )
                 elif self._holds_idly(engine):
                     await engine.wake()

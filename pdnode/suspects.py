@@ -1,6 +1,6 @@
 """Which of the requests on an engine that died is what killed it?
 
-Nobody says so: a bad request, the kernel short of memory and a person with ``kill`` look alike. Two
+Nobody says so: a bad request, the kernel short of memory and a person with ``kill -9`` look alike. Two
 deaths under one request without progress in between are taken for proof, but only where no other
 request has the same against it: several are tried one after the other, and only the one on trial can
 be blamed. A request that the engine had not begun, or that was still repeating what its client has,
@@ -34,9 +34,10 @@ class Suspects:
         self._held: deque[Journey] = deque()
         self._on_trial: Journey | None = None
 
-    def judge(self, hit: Sequence[Journey], began: Callable[[Journey], bool]) -> Verdict:
-        """After a death under ``hit``. ``began``: had the engine computed anything of the request?"""
-        accused = [journey for journey in hit if _accused(journey, began(journey))]
+    def judge(self, hit: Sequence[Journey], suspicious: Callable[[Journey], bool]) -> Verdict:
+        """After a death under ``hit``. ``suspicious``: the engine had computed something of the request,
+        and is not known to have been ended from outside."""
+        accused = [journey for journey in hit if _accused(journey, suspicious(journey))]
         if self._on_trial in accused:
             blamed = [self._on_trial]
         elif len(accused) == 1:
@@ -62,10 +63,10 @@ class Suspects:
         return self._on_trial
 
 
-def _accused(journey: Journey, began: bool) -> bool:
+def _accused(journey: Journey, suspicious: bool) -> bool:
     journey.deaths += 1
     assert journey.leg is not None
-    if not began or (journey.leg.answered and journey.replayed):
+    if not suspicious or (journey.leg.answered and journey.replayed):
         return False
     journey.deaths_in_a_row += 1
     if len(journey.emitted) - journey.emitted_at_death >= PROGRESS:

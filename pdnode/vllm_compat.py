@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import (
@@ -137,6 +137,7 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.async_llm", "AsyncLLM.check_admission", ("n",)),
     ("vllm.v1.engine.async_llm", "AsyncLLM.get_num_unfinished_requests", ()),
     ("vllm.exceptions", "GracefulHTTPError.__init__", ("message", "http_status")),
+    ("vllm.exceptions", "GenerationError", ()),  # .status_code
     ("vllm.config.scheduler", "SchedulerConfig", ("max_num_seqs", "max_num_queued_reqs")),
     (
         "vllm.v1.engine",
@@ -463,6 +464,16 @@ def build_async_llm(
         )
 
 
+class RequestFailed(GenerationError, GracefulHTTPError):
+    """``AsyncLLM.generate`` passes on the one kind as it is; vLLM's streams answer the other without a
+    traceback in the log."""
+
+    def __init__(self, message: str, status: HTTPStatus) -> None:
+        Exception.__init__(self, message)
+        self.message = message
+        self.http_status = self.status_code = status
+
+
 def fail_request(llm: AsyncLLM, request_id: str, status: int, message: str) -> None:
     """Make the request's ``generate`` raise, for vLLM's server to answer with this status and message.
 
@@ -471,7 +482,7 @@ def fail_request(llm: AsyncLLM, request_id: str, status: int, message: str) -> N
     """
     state = llm.output_processor.request_states.get(request_id)
     if state is not None and state.queue is not None:
-        state.queue.put(GracefulHTTPError(message, HTTPStatus(status)))
+        state.queue.put(RequestFailed(message, HTTPStatus(status)))
 
 
 def trace_span(

@@ -245,7 +245,8 @@ def test_a_stopped_worker_is_ejected_after_the_health_timeout(node, expected):
     got = tokens_of(node, once_at(30, killer(node, "decode", "worker", signal.SIGSTOP)))
     assert got == expected["greedy"]
     assert time.monotonic() - begin_s > 5
-    all_ready(node)
+    errors = [e["last_error"] or "" for e in all_ready(node)["engines"]]
+    assert any("--health-timeout 5 s, as it was stopped by a signal" in error for error in errors)
 
 
 def test_all_blocks_come_back(node):

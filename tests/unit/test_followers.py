@@ -29,6 +29,7 @@ class Engine:
     def __init__(self, slot: int, role: str) -> None:
         self.slot, self.role, self.engine_id = slot, role, f"e{slot}"
         self.state, self.draining = EngineState.READY, False
+        self.ended_from_outside = False
         self.requests = self.queued_tokens = 0
         self.client = self
         self.spec = SimpleNamespace(device=SimpleNamespace(kind="cpu"))

@@ -21,8 +21,8 @@ def answer(one: Journey, tokens: int) -> None:
     one.on_output(EngineCoreOutput(one.leg.leg_id, list(range(tokens))))
 
 
-def die(suspects: Suspects, *hit: Journey, began: bool = True):
-    verdict = suspects.judge(hit, lambda one: began)
+def die(suspects: Suspects, *hit: Journey, suspicious: bool = True):
+    verdict = suspects.judge(hit, lambda one: suspicious)
     for one in verdict.free:
         one.leg = Leg(1, one.request_id, 1)
     return verdict
@@ -50,10 +50,10 @@ def test_a_stream_that_gets_on_outlives_any_number_of_engines():
         answer(one, PROGRESS)
 
 
-def test_a_request_that_waited_is_not_why_the_engine_died():
+def test_a_request_that_waited_and_one_of_a_stopped_engine_are_never_the_cause():
     suspects, one = Suspects(), journey("one")
     for _ in range(5 * DEATHS_IN_A_ROW):
-        assert die(suspects, one, began=False).free == [one]
+        assert die(suspects, one, suspicious=False).free == [one]
 
 
 def test_a_request_that_still_repeats_its_answer_is_not_why_the_engine_died():

@@ -26,7 +26,9 @@ def test_an_abort_that_nobody_asked_for_gives_the_engine_up_and_reaches_no_clien
         client._by_leg = {"a/d1": object()}
         client._outputs = asyncio.Queue()
         client.meters = {1: SimpleNamespace(stepped=lambda outputs, at_ms: None)}
-        supervisor = SimpleNamespace(give_up=lambda engine, why: given_up.append((engine, why)))
+        supervisor = SimpleNamespace(
+            give_up=lambda engine, why, from_outside: given_up.append((engine, why, from_outside))
+        )
         client.node = SimpleNamespace(supervisor=supervisor)
         await client._take(ENGINE, aborted("a/d1"))
         # Still known as the engine's: it is resumed with everything else that was there.
@@ -36,7 +38,7 @@ def test_an_abort_that_nobody_asked_for_gives_the_engine_up_and_reaches_no_clien
         assert client._outputs.empty()
 
     asyncio.run(run())
-    assert given_up == [(ENGINE, "it was told to end")]
+    assert given_up == [(ENGINE, "it was told to end", True)]
 
 
 def test_a_pause_that_aborts_is_the_operators_wish():
