@@ -83,19 +83,30 @@ def described(node: Node, request_id: str) -> dict:
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def run_at_once() -> Iterator[None]:
+    """Busy engines on as many cores keep a client of ordinary priority from running when its bytes are
+    there, for a whole answer's time."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def streamed_ttft_ms(node: Node, seed: str) -> tuple[str, float]:
     """(x-request-id, milliseconds from sending to the first byte of the body)."""
-    # One token: on two cores, engines that went on decoding would keep the client from running in
-    # the moment its bytes are there.
-    body = {"model": MODEL_NAME, "prompt": prompt(seed), "max_tokens": 1, "stream": True}
+    body = {"model": MODEL_NAME, "prompt": prompt(seed), "max_tokens": 6, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
     connection.connect()
     headers = {"content-type": "application/json"}
-    begin = time.monotonic()
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    assert answer.read(1) == b"d"
-    took_ms = (time.monotonic() - begin) * 1e3
+    with run_at_once():
+        begin = time.monotonic()
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        assert answer.read(1) == b"d"
+        took_ms = (time.monotonic() - begin) * 1e3
     answer.read()
     connection.close()
     return answer.headers["x-request-id"], took_ms
@@ -111,7 +122,7 @@ def test_the_times_add_up_to_the_clients_ttft(node: Node) -> None:
         assert parts == pytest.approx(ttft["ms"], abs=0.01)
         assert {"queued_ms", "prefill_ms"} <= ttft.keys()
         off_ms.append(client_ms - parts)
-    # The median: a client on busy cores is now and then not run when its bytes are there.
+    # The median: where real-time priority is forbidden, the client may be run late.
     assert 0 <= statistics.median(off_ms) <= AGREE_MS, off_ms
 
 
