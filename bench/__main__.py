@@ -13,6 +13,7 @@ BENCHES = {
     "handoff": "one request at a time: TTFT, hand-off and KV rate beside plain vLLM",
     "interference": "gaps of running streams while long prompts arrive, beside plain vLLM",
     "ipc": "the index against Redis and ZeroMQ, copies against memmove, the pipe against queues",
+    "plan": "goodput that `launcher.py plan` predicts, beside the node's own",
     "scale": "control cost per request from 1P1D to 8P8D, over fake engine cores",
     "startup": "ready and memory of 1P1D beside plain vLLM",
 }

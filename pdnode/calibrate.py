@@ -11,13 +11,15 @@ import json
 import random
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 from pdnode.errors import PlanError
-from pdnode.estimate import Constants, Estimator
+from pdnode.estimate import Constants, Estimator, prefill_ms, step_ms
 
 LENGTHS = (1, 2, 4, 8, 16)
 """Prompts in blocks."""
@@ -26,7 +28,11 @@ TOKENS = 24
 STREAMS = (2, 4, 8)
 MODEL_ROOM = 64
 """Tokens of the context left for the answer."""
+STREAM_PROMPT = 16
+"""Streams are to run beside each other for most of their time: short prompts, long answers."""
 LOW_IDS = 250
+NOISE = 0.05
+"""Contention below this is not told from chance."""
 SELF_TEST_BLOCKS = 2
 TIMEOUT_S = 120.0
 
@@ -44,6 +50,9 @@ class Box:
     """Of one engine: the smallest."""
     latency: dict[str, float]
     """Observed in the last minutes: ttft_ms_p50, ... as in ``/pd/requests``; empty: no answers."""
+    contention: float = 0.0
+    """By which share of its time a pass gets longer for each other engine that works meanwhile: CPU
+    engines share caches and memory, two of them perhaps the parts of one core."""
 
 
 class Client:
@@ -91,10 +100,12 @@ def measure(client: Client) -> Box:
             split += found["handoff"] is not None
             _observe(estimator, 1, found)
     for streams in STREAMS:
-        lengths = [min(block, room)] * streams
         with ThreadPoolExecutor(streams) as pool:
-            for found in pool.map(lambda n: _one(client, model["id"], n, rng), lengths):
-                _observe_decode(estimator, streams, found)
+            asked = [
+                pool.submit(_one, client, model["id"], min(STREAM_PROMPT, room), rng, MODEL_ROOM)
+                for _ in range(streams)
+            ]
+        _observe_streams(estimator, [one.result() for one in asked])
     if not split:
         _handoffs_so_far(estimator, client.ask("/pd/status")[0], block)
     constants = estimator.constants()
@@ -111,6 +122,7 @@ def measure(client: Client) -> Box:
         kind="cpu" if status["engines"][0]["device"].startswith("CPU") else "gpu",
         kv_tokens=min(engine["kv_blocks_total"] for engine in status["engines"]) * block,
         latency=_newest(seen),
+        contention=_contention(client, model["id"], constants, block, room, rng),
     )
 
 
@@ -122,12 +134,14 @@ def _lengths(block: int, room: int) -> Iterator[int]:
         yield room
 
 
-def _one(client: Client, model: str, prompt_tokens: int, rng: random.Random) -> dict[str, Any]:
+def _one(
+    client: Client, model: str, prompt_tokens: int, rng: random.Random, tokens: int = TOKENS
+) -> dict[str, Any]:
     body = {
         "model": model,
         # Low ids are in every vocabulary; drawn anew, so that no prefix cache knows them.
         "prompt": [rng.randrange(10, LOW_IDS) for _ in range(prompt_tokens)],
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
     }
@@ -149,6 +163,13 @@ def _observe(estimator: Estimator, streams: int, request: dict[str, Any]) -> Non
     _observe_decode(estimator, streams, request)
 
 
+def _observe_streams(estimator: Estimator, requests: list[dict[str, Any]]) -> None:
+    """Requests that were asked at once."""
+    on = Counter(request["decode"] for request in requests)
+    for request in requests:
+        _observe_decode(estimator, on[request["decode"]], request)
+
+
 def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any]) -> None:
     events = request["events_ms"]
     if request["output_tokens"] < 3 or events["decode_begin"] is None:
@@ -156,6 +177,47 @@ def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any])
     # The token that prefill sampled is not a decode step's.
     steps = request["output_tokens"] - 1
     estimator.observe_decode_step(streams, (events["decode_end"] - events["decode_begin"]) / steps)
+
+
+def _contention(
+    client: Client, model: str, constants: Constants, block: int, room: int, rng: random.Random
+) -> float:
+    """A prompt on one engine beside streams on another, both against what they take alone."""
+    streams = max(STREAMS)
+    enough_ms = MODEL_ROOM * step_ms(constants, streams) / 2
+    length = max(
+        (n for n in _lengths(block, room) if prefill_ms(constants, n) < enough_ms), default=0
+    )
+    found: list[float] = []
+    for _ in range(REPEATS if length else 0):
+        with ThreadPoolExecutor(streams + 1) as pool:
+            asked = [
+                pool.submit(_one, client, model, min(STREAM_PROMPT, room), rng, MODEL_ROOM)
+                for _ in range(streams)
+            ]
+            prompt = pool.submit(_one, client, model, length, rng, 2)
+        found += slowed(constants, [one.result() for one in asked], prompt.result())
+    return median(found) if found and median(found) > NOISE else 0.0
+
+
+def slowed(
+    constants: Constants, streams: list[dict[str, Any]], prompt: dict[str, Any]
+) -> list[float]:
+    """Of requests as ``/pd/requests/{id}`` tells them; empty: all were on one engine."""
+    on = Counter(stream["decode"] for stream in streams)
+    here = prompt["prefill"] or prompt["decode"]
+    beside = [stream for stream in streams if stream["decode"] != here]
+    if not beside:
+        return []
+    begin, end = (prompt["events_ms"][f"prefill_{what}"] for what in ("begin", "end"))
+    together_ms = end - begin
+    of_prompt = together_ms / prefill_ms(constants, prompt["prompt_tokens"], 0, on[here]) - 1
+    took_ms = fmean(s["events_ms"]["decode_end"] - s["events_ms"]["decode_begin"] for s in beside)
+    alone_ms = fmean((s["output_tokens"] - 1) * step_ms(constants, on[s["decode"]]) for s in beside)
+    lost_ms = took_ms - alone_ms
+    # Of the time together they did their own work for the rest only.
+    of_streams = lost_ms / max(together_ms - lost_ms, together_ms / MODEL_ROOM)
+    return [(of_prompt + of_streams) / 2]
 
 
 def _handoffs_so_far(estimator: Estimator, status: dict[str, Any], block: int) -> None:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             _write(own.write_constants, box)
         goals = Goals(own.ttft_ms, own.itl_ms)
         print("\n".join(_head(arrivals, box, engines, goals)), flush=True)
-        rows = planner.plan(arrivals, box.constants, engines, box.kv_tokens, goals)
+        rows = planner.plan(arrivals, box.constants, engines, box.kv_tokens, goals, box.contention)
     except PdNodeError as error:
         print(f"pdnode: error: {error}", file=sys.stderr)
         return 2
@@ -92,6 +92,7 @@ def _box(own) -> Box:
             said.get("kind", "gpu"),
             int(said.get("kv_tokens", GIVEN_KV_TOKENS)),
             {},
+            float(said.get("contention", 0.0)),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(
@@ -126,6 +127,8 @@ def _head(arrivals: list[Arrival], box: Box, engines: int, goals: Goals) -> Iter
         f"hand-off   {c.handoff_ms:.2f} ms + {c.handoff_ms_per_token * 1e3:.2f} ms per 1000 tokens, "
         f"front end {c.front_ms:.1f} ms a leg"
     )
+    if box.contention:
+        yield f"together   each other engine that works makes a pass {box.contention:.0%} longer"
     yield (
         f"goals      first token within {goals.ttft_ms:g} ms, {goals.itl_ms:g} ms between tokens, "
         f"for {SHARE:.0%} of the requests"

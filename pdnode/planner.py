@@ -8,7 +8,7 @@ requests are placed by the real placement.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdnode.estimate import Constants
@@ -88,15 +88,15 @@ def simulate(
     decode: int,
     kv_tokens: int,
     faster: float = 1.0,
+    contention: float = 0.0,
 ) -> Result:
     """``prefill`` 0: ``decode`` plain replicas. ``kv_tokens``: of one engine."""
     roles = ["prefill"] * prefill + ["decode"] * decode
     blocks = max(kv_tokens // BLOCK, _largest(arrivals))
     engines = [Engine(i, role, constants, blocks, noise=0.0) for i, role in enumerate(roles)]
     config = PlacementConfig(split="auto" if prefill else "never")
-    return Node(engines, Placement(engines, config, constants), constants).run(
-        sessions(arrivals, faster)
-    )
+    node = Node(engines, Placement(engines, config, constants), constants, contention)
+    return node.run(sessions(arrivals, faster))
 
 
 def _largest(arrivals: Sequence[Arrival]) -> int:
@@ -111,27 +111,35 @@ def met(result: Result, goals: Goals) -> float:
 
 
 def plan(
-    arrivals: Sequence[Arrival], constants: Constants, engines: int, kv_tokens: int, goals: Goals
+    arrivals: Sequence[Arrival],
+    constants: Constants,
+    engines: int,
+    kv_tokens: int,
+    goals: Goals,
+    contention: float = 0.0,
 ) -> list[Row]:
-    """Every split of ``engines`` and plain data parallel, the best goodput first."""
+    """Every split of ``engines`` and plain data parallel, the best goodput first.
+
+    ``contention``: by which share of its time a pass gets longer for each other engine that works.
+    """
+
+    def row(prefill: int, decode: int) -> Row:
+        def play(faster: float) -> Result:
+            return simulate(arrivals, constants, prefill, decode, kv_tokens, faster, contention)
+
+        return _row(play, rate_per_s(arrivals), prefill, decode, goals)
+
     splits = [(p, engines - p) for p in range(1, engines)] + [(0, engines)]
-    rows = [_row(arrivals, constants, p, d, kv_tokens, goals) for p, d in splits]
-    return sorted(rows, key=lambda row: -row.goodput)
+    return sorted((row(p, d) for p, d in splits), key=lambda row: -row.goodput)
 
 
 def _row(
-    arrivals: Sequence[Arrival],
-    constants: Constants,
-    prefill: int,
-    decode: int,
-    kv_tokens: int,
-    goals: Goals,
+    play: Callable[[float], Result], rate: float, prefill: int, decode: int, goals: Goals
 ) -> Row:
     def share(faster: float) -> float:
-        result = simulate(arrivals, constants, prefill, decode, kv_tokens, faster)
-        return met(result, goals)
+        return met(play(faster), goals)
 
-    own = simulate(arrivals, constants, prefill, decode, kv_tokens)
+    own = play(1.0)
     goodput, limit = _highest(share, met(own, goals) >= SHARE)
     return Row(
         prefill=prefill,
@@ -141,7 +149,7 @@ def _row(
         ttft_p99=percentile(own.ttft_ms, 0.99),
         itl_p50=percentile(own.itl_ms, 0.5),
         itl_p99=percentile(own.itl_ms, 0.99),
-        goodput=goodput * rate_per_s(arrivals),
+        goodput=goodput * rate,
         limit=limit,
     )
 

@@ -26,6 +26,19 @@ class Journey:
     finished_ms: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class Pass:
+    """What an engine does now. ``left_ms``: at ``since_ms``, of its time with the box for itself."""
+
+    engine: Engine
+    firsts: list[Leg]
+    left_ms: float
+    since_ms: float
+    speed: float
+    version: int = 0
+    """Of its last event; older ones are void."""
+
+
 @dataclass(slots=True)
 class Result:
     ttft_ms: list[float] = field(default_factory=list)
@@ -51,10 +64,16 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Node:
-    """``true``: what the simulated hardware takes, as the engines were given it."""
+    """``true``: what the simulated hardware takes, as the engines were given it. ``contention``: by which
+    share of its time a pass gets longer for each other engine that works meanwhile."""
 
-    def __init__(self, engines: list[Engine], router: Router, true: Constants) -> None:
+    def __init__(
+        self, engines: list[Engine], router: Router, true: Constants, contention: float = 0.0
+    ) -> None:
         self._engines, self._router, self._true = engines, router, true
+        self._contention = contention
+        self._passes: dict[int, Pass] = {}
+        self._speed = 1.0
         self._events: list[tuple[float, int, Callable, tuple]] = []
         self._order = itertools.count()
         self._now = 0.0
@@ -66,6 +85,7 @@ class Node:
         while self._events:
             self._now, _, act, args = heapq.heappop(self._events)
             act(*args)
+            self._share()
         self.result.end_ms = self._now
         self.result.busy = {e.slot: e.pass_ms_total / self._now for e in self._engines}
         return self.result
@@ -102,9 +122,32 @@ class Node:
         ms, firsts = engine.begin_pass()
         engine.running = ms > 0
         if engine.running:
-            self._at(self._now + ms, self._passed, engine, firsts)
+            begun = Pass(engine, firsts, ms, self._now, self._speed)
+            self._passes[engine.slot] = begun
+            self._await(begun)
 
-    def _passed(self, engine: Engine, firsts: list[Leg]) -> None:
+    def _await(self, begun: Pass) -> None:
+        begun.version += 1
+        end_ms = self._now + begun.left_ms / begun.speed
+        self._at(end_ms, self._passed, begun, begun.version)
+
+    def _share(self) -> None:
+        """Engines that began or ended change how fast the others are."""
+        speed = 1 / (1 + self._contention * max(0, len(self._passes) - 1))
+        if speed == self._speed:
+            return
+        self._speed = speed
+        for one in self._passes.values():
+            done_ms = (self._now - one.since_ms) * one.speed
+            one.left_ms = max(0.0, one.left_ms - done_ms)
+            one.since_ms, one.speed = self._now, speed
+            self._await(one)
+
+    def _passed(self, begun: Pass, version: int) -> None:
+        if version != begun.version:
+            return
+        engine, firsts = begun.engine, begun.firsts
+        del self._passes[engine.slot]
         over = engine.end_pass(firsts)
         for leg in firsts:
             self._first_token(engine, leg)

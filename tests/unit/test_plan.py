@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from pdnode import plan_command, planner
+from pdnode import calibrate, plan_command, planner
 from pdnode.calibrate import Box
 from pdnode.estimate import Constants
 from pdnode.planner import DATA_PARALLEL, Goals
@@ -49,6 +49,41 @@ def test_long_prompts_under_a_tight_token_goal_are_better_split() -> None:
     rows = planner.plan(arrivals, constants(), 2, KV_TOKENS, Goals(400.0, 12.0))
     assert [row.name for row in rows] == ["1P1D", DATA_PARALLEL]
     assert rows[0].itl_p99 < 12 < rows[1].itl_p99
+
+
+def test_engines_that_share_what_they_compute_with_slow_each_other() -> None:
+    arrivals = evenly(300, 20.0, prompt=100, output=1)
+    goals = Goals(25.0, 100.0)
+
+    def goodput(contention: float) -> float:
+        rows = planner.plan(arrivals, constants(), 2, KV_TOKENS, goals, contention)
+        return next(row.goodput for row in rows if row.name == DATA_PARALLEL)
+
+    # Both busy, each pass takes twice as long: two are then as good as one.
+    assert goodput(0.0) == pytest.approx(200, rel=0.03)
+    assert goodput(1.0) == pytest.approx(100, rel=0.03)
+
+
+def told(engine: str, begin_ms: float, end_ms: float, prompt: int, output: int) -> dict:
+    """As ``/pd/requests/{id}`` tells of a prompt until ``begin_ms``, an answer until ``end_ms``."""
+    events = {"prefill_begin": 0.0, "prefill_end": begin_ms, "decode_begin": begin_ms}
+    return {
+        "prefill": None,
+        "decode": engine,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "events_ms": events | {"decode_end": end_ms},
+    }
+
+
+def test_contention_is_what_both_lose_while_they_work_together() -> None:
+    # A prompt of 20 ms took 30. In those each stream did 20 ms of its 10 steps of 10 ms: 10 ms lost.
+    prompt, streams = told("a", 30.0, 30.0, 200, 1), [told("b", 0.0, 110.0, 1, 11)] * 2
+    assert calibrate.slowed(constants(), streams, prompt) == [pytest.approx(0.5)]
+    # A stream on the prompt's own engine waits for it anyway.
+    own = told("a", 0.0, 500.0, 1, 11)
+    assert calibrate.slowed(constants(), [own, *streams], prompt) == [pytest.approx(0.5)]
+    assert calibrate.slowed(constants(), [own], prompt) == []
 
 
 def test_shared_prefixes_are_not_computed_twice() -> None:
