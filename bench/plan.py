@@ -113,6 +113,8 @@ async def ask(client: ClientSession, arrival: Arrival) -> Answer:
         response.raise_for_status()
         async for data in response.content.iter_any():
             for event in cutter.feed(data):
+                if "error" in event:
+                    raise RuntimeError(f"the node answered {event['error']}")
                 answer.tokens += len(event["choices"][0]["token_ids"] or ())
                 answer.last_s = time.monotonic()
                 answer.first_s = answer.first_s or answer.last_s
@@ -197,6 +199,9 @@ def main(argv: list[str]) -> int:
                 for name in options.workloads:
                     key = (name, way)
                     predicted[key], measured[key] = rounds(options, box, node.url, name, way)
+            except BaseException:
+                print(node.tail(), file=sys.stderr)
+                raise
             finally:
                 node.stop()
     return report(options, box, predicted, measured).finish(options)
