@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import httpx
@@ -70,9 +71,18 @@ class Answer:
     at_s: list[float] = field(default_factory=list)
     error: str = ""
 
-    def same_as(self, other: Answer) -> bool:
-        mine = (self.tokens, self.text, self.finish)
-        return not self.error and mine == (other.tokens, other.text, other.finish)
+    def difference(self, truth: Answer) -> str:
+        """Where it begins. "": there is none."""
+        for index, tokens in sorted(truth.tokens.items()):
+            mine = self.tokens.get(index, [])
+            for at, (token, right) in enumerate(zip_longest(mine, tokens)):
+                if token != right:
+                    return (
+                        f"choice {index}: token {at + 1} of {len(tokens)} is {token}, not {right}"
+                    )
+        if self.finish != truth.finish:
+            return f"finish reasons are {self.finish}, not {truth.finish}"
+        return "" if self.text == truth.text else "the texts of the same tokens"
 
 
 async def ask(client: httpx.AsyncClient, body: dict) -> Answer:
@@ -108,7 +118,7 @@ def take(answer: Answer, chunk: dict) -> None:
 class Tally:
     asked: int = 0
     failed: list[str] = field(default_factory=list)
-    differ: list[int] = field(default_factory=list)
+    differ: list[str] = field(default_factory=list)
     left: int = 0
     recovery_s: list[float] = field(default_factory=list)
 
@@ -116,8 +126,8 @@ class Tally:
         self.asked += 1
         if answer.error:
             self.failed.append(f"request {number}: {answer.error}")
-        elif not answer.same_as(truth):
-            self.differ.append(number)
+        elif difference := answer.difference(truth):
+            self.differ.append(f"request {number}: {difference}")
         self._recovery(answer, fault_times_s)
 
     def _recovery(self, answer: Answer, fault_times_s: list[float]) -> None:
@@ -232,10 +242,8 @@ def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
     rows.append(("leaks", "; ".join(leaks) or "none"))
     for name, value in rows:
         print(f"{name:<32} {value}")
-    for line in tally.failed[:5]:
+    for line in (*tally.failed[:5], *tally.differ[:5]):
         print(line)
-    if tally.differ:
-        print(f"requests that differ: {sorted(set(tally.differ))}")
     return 1 if tally.failed or tally.differ or leaks else 0
 
 
