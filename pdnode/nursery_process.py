@@ -24,6 +24,8 @@ from pdnode import openmp
 from pdnode.nursery import receive, send
 
 PR_SET_PDEATHSIG = 1
+LOOK_S = 0.002
+"""More than a worker waits between two steps under load, and much less than a step takes."""
 
 
 def main(control_fd: int, parent: int = 0) -> None:
@@ -85,11 +87,12 @@ def _midwife(connection: socket.socket) -> None:
 
 
 def _deliver(connection: socket.socket, order: dict[str, Any]) -> int:
-    from pdnode.vllm_compat import spawn_engine_core
+    from pdnode.vllm_compat import sleep_soon, spawn_engine_core
 
     os.environ.clear()
     os.environ.update(order["environ"], VLLM_WORKER_MULTIPROC_METHOD="fork")
     _write_to(order["log_path"])
+    sleep_soon(LOOK_S)
     try:
         vllm_config = pickle.loads(order["vllm_config"])
         with spawn_engine_core(vllm_config, **order["options"]) as manager:

@@ -3,13 +3,15 @@
 Checked on vLLM 0.32.0 (run) and 0.33.0 (sources; `make compat VLLM=0.33.0`). vLLM calls most of
 these semi-public: stable enough to build on, free to move. `tests/compat.py` reads ``TOUCHED`` and
 says which name moved. No module of vLLM is patched for longer than one constructor call
-(:func:`build_async_llm`, which says why).
+(:func:`build_async_llm`, which says why), but for one default in engines' own processes
+(:func:`sleep_soon`).
 """
 
 from __future__ import annotations
 
 import argparse
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -95,12 +97,16 @@ __all__ = [
     "open_listen_socket",
     "process_dict_updates",
     "serve",
+    "sleep_soon",
     "spawn_engine_core",
     "trace_span",
 ]
 
 SUPPORTED = ">=0.32,<0.34"
 FLUSH_TRACES_MS = 2000
+
+ASLEEP_MS = 10
+"""At most, before a message is looked for again (:func:`sleep_soon`)."""
 
 # (module, dotted name, parameters or fields that must exist). Read by tests/compat.py without
 # importing vLLM, so that a version can be checked from its wheel alone.
@@ -125,6 +131,17 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "launch_core_engines",
         ("vllm_config", "executor_class", "log_stats", "addresses"),
     ),
+    (
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "SpinCondition.__init__",
+        ("busy_loop_s",),
+    ),
+    (
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "SpinCondition.wait",
+        ("timeout_ms",),
+    ),
+    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.record_read", ()),
     ("vllm.v1.engine.utils", "EngineZmqAddresses", ("inputs", "outputs")),
     ("vllm.v1.engine.utils", "CoreEngineLaunch", ("engine_manager",)),
     ("vllm.v1.engine.utils", "CoreEngineProcManager.shutdown", ("timeout",)),
@@ -399,6 +416,33 @@ class BlockHasher:
             extra, media = generate_block_hash_extra_keys(request, end - size, end, media)
             parent = hash_block_tokens(self._hash, parent, tokens[end - size : end], extra)
             yield parent
+
+
+def sleep_soon(after_s: float) -> None:
+    """In this process and its forks, who waits for another process's message looks for it in a loop
+    for ``after_s``, and then sleeps until it is told.
+
+    vLLM (0.32) loops for a second, so all through each step, yielding its core every time. Where
+    engines share cores that is dear: Linux gives a task that yielded its turn again when the others
+    have had theirs (4 ms and more, seen on 6.18), while one that slept is let in at once.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    loop = SpinCondition.wait
+
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        now_s, usual_s = time.monotonic(), self.busy_loop_s
+        if self.last_read + after_s < now_s <= self.last_read + usual_s:
+            # In vLLM's second, a wake-up that is lost (the socket may still be connecting) must not
+            # cost more than a moment.
+            timeout_ms = ASLEEP_MS if timeout_ms is None else min(timeout_ms, ASLEEP_MS)
+            self.busy_loop_s = 0
+        try:
+            loop(self, timeout_ms)
+        finally:
+            self.busy_loop_s = usual_s
+
+    SpinCondition.wait = wait
 
 
 @contextmanager
