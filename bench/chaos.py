@@ -234,6 +234,7 @@ def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
         ("resumes", status["counters"]["resumes"]),
         ("tokens recomputed by resumes", status["counters"]["resume_recomputed_tokens"]),
         ("tokens recomputed otherwise", status["counters"]["recomputed_prompt_tokens"]),
+        ("prefix copies that failed", status["counters"]["prefix_failures"]),
         ("streams hit", len(recovery)),
     ]
     if recovery:

@@ -305,7 +305,8 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # Of a worker, by WorkerExtension: model_runner.input_batch.generators, and where its ranks meet.
     ("vllm.v1.worker.worker_base", "WorkerBase.__init__", ("distributed_init_method",)),
     ("vllm.v1.sample.metadata", "SamplingMetadata", ("generators",)),
-    ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),
+    ("vllm.v1.worker.gpu_input_batch", "InputBatch", ()),  # .generators, .req_id_to_index
+    ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("block_ids",)),
     ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
     ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.cache_blocks", ()),
     (

@@ -18,6 +18,7 @@ from ipc.errors import IpcError, StaleRead
 from ipc.heads import held
 from ipc.index import Index
 from ipc.records import KVLayout, RegionRecord
+from pdnode.connector.generators import void_draws
 from pdnode.connector.kv_memory import GENERATION, KvMemory, OwnMemory
 from pdnode.connector.metadata import (
     Load,
@@ -170,6 +171,7 @@ class WorkerHalf:
                     if not (isinstance(load, Load) and load.ahead):
                         self._failed_blocks.update(load.dst_blocks)
                     self._report.failed.append(LoadFailed(load.request_id, load.tokens, str(error)))
+        void_draws(self._failed_blocks)
 
     def _load(self, load: Load | PrefixLoad | PoolLoad) -> None:
         if isinstance(load, PoolLoad):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from vllm.platforms import current_platform
 from vllm.utils.collection_utils import swap_dict_values
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from pdnode.connector import generators as hooks
 from pdnode.connector.generators import Generators
 
 
@@ -68,3 +71,27 @@ def test_vllms_cpu_sampler_draws_from_them_as_from_a_plain_dict():
     take_back(ours, 3)
     again = sampler(logits.clone(), ours, None, None)[0]
     assert again[3] == steps[-1][0][1]
+
+
+def test_a_step_whose_tokens_are_thrown_away_draws_nothing(monkeypatch):
+    """The copy of block 7 failed: request "a" holds it, and "b" does not."""
+    batch = SimpleNamespace(generators={0: seeded(1), 1: seeded(2)})
+    batch.req_id_to_index = {"a": 0, "b": 1, "greedy": 2}
+    held = {"a": [3, 7], "b": [4, 5], "greedy": [7]}
+    requests = {name: SimpleNamespace(block_ids=(blocks,)) for name, blocks in held.items()}
+    cpu = torch.device("cpu")
+    runner = SimpleNamespace(
+        device=cpu, speculative_config=None, input_batch=batch, requests=requests
+    )
+    monkeypatch.setattr(hooks, "_runner", None)
+    hooks.void_draws({7})  # nothing is installed: a GPU's worker
+    hooks.keep_states(runner)
+    plain = {0: seeded(1), 1: seeded(2)}
+    hooks.void_draws(set())
+    assert draw_each(batch.generators) == draw_each(plain)
+    hooks.void_draws({7})
+    void, right = draw_each(batch.generators), draw_each(plain)
+    assert void[1] == right[1]
+    again = draw_each(batch.generators)
+    assert again[0] == right[0]
+    assert again[1] == draw_each(plain)[1]
