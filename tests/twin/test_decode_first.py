@@ -128,9 +128,9 @@ def all_with_a_death(node: Node, role: str) -> None:
         before = node.status()["counters"]
         answers = all_of("one dies")
         status = node.wait_status(
-            lambda s: s["counters"]["decode_first"] == before["decode_first"] + len(prompts),
+            lambda s: s["counters"]["decode_first"] > before["decode_first"],
             30,
-            "all prompts sent to both engines",
+            "a prompt sent to both engines",
         )
         engine = next(e for e in status["engines"] if e["role"] == role)
         os.kill(engine["worker_pids"][0], signal.SIGKILL)
