@@ -142,7 +142,8 @@ class SchedulerHalf:
         if self._node_pool is not None:
             pool_tokens = self._node_pool.match(request, local_tokens)
         self._from_pool.discard(request.request_id)
-        if pool_tokens > tokens:
+        # Of two equals the pool, which outlives its writers: a peer's memory may go with it.
+        if pool_tokens and pool_tokens >= tokens:
             self._from_pool.add(request.request_id)
         return max(tokens, pool_tokens)
 

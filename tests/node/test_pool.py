@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,18 +56,24 @@ def engine_of(status: dict, role: str) -> dict:
 
 
 def forget(node: Node) -> None:
-    """Both engines' own prefix caches are empty after this."""
-    # vLLM forgets nothing while a block is in use, and says so in its log only.
-    node.wait_status(
-        lambda s: all(
-            e["kv_blocks_free"] == e["kv_blocks_total"]
-            for e in s["engines"]
-            if e["state"] == "ready"
-        ),
-        30,
-        "all blocks back",
-    )
-    node.http.post("/reset_prefix_cache").raise_for_status()
+    """The ready engines' own prefix caches are empty after this."""
+    deadline = time.monotonic() + 30
+    while True:
+        # vLLM forgets nothing while a block is in use, and says so in its log only.
+        node.wait_status(
+            lambda s: all(e["kv_blocks_free"] == e["kv_blocks_total"] for e in ready(s)),
+            30,
+            "all blocks back",
+        )
+        node.http.post("/reset_prefix_cache").raise_for_status()
+        status = node.status()
+        if not any(engine["kv_blocks_cached"] for engine in ready(status)):
+            return
+        assert time.monotonic() < deadline, status
+
+
+def ready(status: dict) -> list[dict]:
+    return [engine for engine in status["engines"] if engine["state"] == "ready"]
 
 
 @pytest.fixture(scope="module")
