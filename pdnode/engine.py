@@ -238,11 +238,9 @@ class Engine:
 
         processes = self.processes()
         threading.Thread(target=connect, name=f"connect {self.engine_id}", daemon=True).start()
-        wait([connected], timeout=CONNECT_S)
-        while not connected.done() and processes and runs(processes[0]):
-            wait([connected], timeout=CONNECT_S)
-        if not connected.done():
-            raise RuntimeError("its process ended right after its start")
+        while not wait([connected], timeout=CONNECT_S).done:
+            if not processes or not runs(processes[0]):
+                raise RuntimeError("its process ended right after its start")
         return connected.result()
 
     def _config_for_this_boot(self) -> VllmConfig:

@@ -113,9 +113,10 @@ class Node:
                 "launcher SIGTERM"
             )
         engine.draining = drain
-        if not drain:
-            self.supervisor.try_again(engine)
-        if not drain and engine.state is EngineState.READY:
+        if drain:
+            return
+        self.supervisor.try_again(engine)
+        if engine.state is EngineState.READY:
             await self.client.engine_back(engine)
 
     @property

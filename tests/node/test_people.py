@@ -9,8 +9,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from pdnode import metrics, traffic
 from tests.people.collector import Collector
-from tests.people.commands import ALL, ROOT, Command
+from tests.people.commands import ALL, Command
 
 pytestmark = pytest.mark.engine
 AGREE_MS = 5.0
@@ -304,17 +302,7 @@ def port_8000(node: Node) -> Iterator[None]:
 
 @pytest.mark.parametrize("command", [c for c in ALL if c.mark == "run: node"], ids=str)
 def test_the_docs_commands_run_as_they_stand(port_8000: None, command: Command) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command.text],
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    output = command.run()
+    assert output
     # curl -s succeeds on an error answer too.
-    assert not done.stdout.lstrip().startswith('{"error"')
+    assert not output.lstrip().startswith('{"error"')

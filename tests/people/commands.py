@@ -6,7 +6,10 @@ A ``console`` block is marked by the line before it: ``<!-- run: here -->`` (che
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,21 @@ class Command:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+    def run(self) -> str:
+        """As a user does who stands in the project's folder with its environment active: the output."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self.text],
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
 
 def commands(page: Path) -> list[Command]:
