@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from bench.servers import MODEL_NAME, Node
@@ -95,16 +96,26 @@ def set_role(node: Node, engine: str, role: str) -> None:
     assert response.status_code == 200, response.text
 
 
-def talk_while_roles_flip(node: Node, talkers: int, pause_s: float, rounds: int = 1):
-    """(conversations, flips): each once every ``pause_s`` seconds, as long as anybody talks."""
-    flips = 0
+def talk_while_roles_flip(node: Node, talkers: int, pause_s: float, flips: int) -> list:
+    """Conversations during ``flips`` role changes: each talker begins another until all are made."""
+    enough = threading.Event()
+
+    def talk_on(talker: int) -> list:
+        talked = []
+        while not talked or not enough.is_set():
+            talked.append(talk(node.url, f"flips {talker} {len(talked)}"))
+        return talked
+
     with ThreadPoolExecutor(talkers) as pool:
-        salts = [f"flips {number}" for number in range(talkers * rounds)]
-        talking = [pool.submit(talk, node.url, salt) for salt in salts]
-        while wait(talking, pause_s).not_done:
-            set_role(node, "prefill-1", ("decode", "prefill")[flips % 2])
-            flips += 1
-    return [conversation.result() for conversation in talking], flips
+        talking = [pool.submit(talk_on, talker) for talker in range(talkers)]
+        try:
+            for number in range(flips):
+                if wait(talking, pause_s, FIRST_COMPLETED).done:
+                    break  # a talker that ends before it may has failed, and says why below
+                set_role(node, "prefill-1", ("decode", "prefill")[number % 2])
+        finally:
+            enough.set()
+    return [conversation for each in talking for conversation in each.result()]
 
 
 def roles_as_started(node: Node) -> None:

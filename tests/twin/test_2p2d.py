@@ -101,10 +101,9 @@ def test_a_conversation_that_hops_between_engines_is_computed_once(node, convers
 def test_roles_flip_under_conversations_and_change_none(node, conversation):
     before = settled(node)
     try:
-        talked, flips = chat.talk_while_roles_flip(node, talkers=4, pause_s=1.0)
+        talked = chat.talk_while_roles_flip(node, talkers=4, pause_s=1.0, flips=4)
     finally:
         chat.roles_as_started(node)
-    assert flips > 2
     for turns, computed in talked:
         assert turns == conversation
         chat.assert_little_was_computed(computed)
