@@ -1,4 +1,4 @@
-"""Front ends over fake engine cores, in this process: vLLM's own, and pdnode's.
+"""Front ends over fake engine cores, each in a process of its own: vLLM's own, and pdnode's.
 
 Both are vLLM's ``AsyncLLM`` with its tokeniser, output processor and statistics. What differs is the
 client below it: vLLM's ``AsyncMPClient`` on one core, or pdnode's ``SplitClient`` on P and D cores.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from pdnode.vllm_compat import (
     build_async_llm,
     connect_engine_core,
     engine_config,
+    read_environment_once,
 )
 
 MAX_MODEL_LEN = 4096
@@ -93,6 +95,7 @@ def ours(cores: Cores) -> Iterator:
         stack.callback(llm.shutdown)
         for engine in engines:
             client.listen(engine)
+        read_environment_once()  # as the node does when it is up
         yield llm
 
 
@@ -166,3 +169,47 @@ async def run(llm, load: Load) -> Cost:
         cpu / (load.requests * load.output_tokens) * 1e6,
         cpu / load.requests * 1e6,
     )
+
+
+class FrontEnd:
+    """``make`` (:func:`plain`, :func:`ours`) over ``cores``, in a process on CPU core ``core``.
+
+    The process is a fork: start all of them before this process has threads, sockets or a loop.
+    """
+
+    def __init__(self, make: Callable, cores: Cores, core: int) -> None:
+        self._pipe, its_end = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_play, args=(make, cores, core, its_end), daemon=True
+        )
+        self._process.start()
+        its_end.close()
+
+    def run(self, load: Load) -> Cost:
+        """Raises EOFError when the process has ended; its output says why."""
+        self._pipe.send(load)
+        return self._pipe.recv()
+
+    def __enter__(self) -> FrontEnd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _play(make: Callable, cores: Cores, core: int, pipe) -> None:
+    import uvloop
+
+    uvloop.run(_answer(make, cores, core, pipe))
+
+
+async def _answer(make: Callable, cores: Cores, core: int, pipe) -> None:
+    """One :class:`Cost` for each :class:`Load`; the first one warms up."""
+    with make(cores) as llm:
+        pin(core)
+        while True:
+            load = await asyncio.to_thread(pipe.recv)
+            pipe.send(await run(llm, load))
+            gc.collect()
+            gc.freeze()  # as vLLM's server does once it is up

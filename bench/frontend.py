@@ -1,8 +1,8 @@
 """``python -m bench frontend``: what pdnode's front end costs beside vLLM's own.
 
-Both are in this process, on one CPU core, in front of fake engine cores on another; both tokenise,
-detokenise and keep statistics as in service, without the HTTP server, which is the same in both. A
-request through pdnode has two legs (P, then D), through vLLM's own front end one.
+Both are on one CPU core, in processes of their own that take turns, in front of fake engine cores on
+another; both tokenise, detokenise and keep statistics as in service, without the HTTP server, which
+is the same in both. A request through pdnode has two legs (P, then D), through vLLM's own front end one.
 
     paced        cores step every --step-ms: CPU per token and per request
     saturated    cores step as fast as they can: requests/s
@@ -11,12 +11,11 @@ request through pdnode has two legs (P, then D), through vLLM's own front end on
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from contextlib import ExitStack
 
 from bench.fake_cores import Cores
-from bench.fake_nodes import MAX_MODEL_LEN, Cost, Load, ours, pin, plain, run
+from bench.fake_nodes import MAX_MODEL_LEN, Cost, FrontEnd, Load, ours, plain
 from bench.measure import Series, median_ratio
 from bench.report import Report, add_output_flags, machine
 
@@ -27,17 +26,15 @@ BAR = 0.95
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    import uvloop
-
     with ExitStack() as stack:
-        cores = {
-            (way, peer): stack.enter_context(
-                Cores(count, step_ms, MAX_MODEL_LEN, options.fake_core, indexed=make is ours)
-            )
-            for way, step_ms in (("paced", options.step_ms), ("saturated", 0.0))
-            for peer, (make, count) in PEERS.items()
-        }
-        costs = uvloop.run(measure(options, cores))
+        ends = {}
+        for way, step_ms in (("paced", options.step_ms), ("saturated", 0.0)):
+            for peer, (make, count) in PEERS.items():
+                cores = stack.enter_context(
+                    Cores(count, step_ms, MAX_MODEL_LEN, options.fake_core, indexed=make is ours)
+                )
+                ends[way, peer] = stack.enter_context(FrontEnd(make, cores, options.core))
+        costs = measure(options, ends)
     return report(options, costs).finish(options)
 
 
@@ -68,27 +65,18 @@ def load_of(options: argparse.Namespace) -> Load:
     return Load(options.streams, options.requests, options.prompt, options.output)
 
 
-async def measure(
-    options: argparse.Namespace, cores: dict[tuple[str, str], Cores]
+def measure(
+    options: argparse.Namespace, ends: dict[tuple[str, str], FrontEnd]
 ) -> dict[str, dict[str, list[Cost]]]:
     """{"paced" or "saturated": {peer: its cost in each round}}; peers take turns in a round."""
     load = load_of(options)
     warmup = Load(load.streams, options.warmup, load.prompt_tokens, load.output_tokens)
     found: dict[str, dict[str, list[Cost]]] = {}
-    with ExitStack() as stack:
-        llms = {
-            key: stack.enter_context(PEERS[key[1]][0](its_cores))
-            for key, its_cores in cores.items()
-        }
-        pin(options.core)
-        for llm in llms.values():
-            await run(llm, warmup)
-        gc.collect()
-        gc.freeze()  # as vLLM's server does once it is up
-        for _ in range(options.rounds):
-            for (way, peer), llm in llms.items():
-                found.setdefault(way, {}).setdefault(peer, []).append(await run(llm, load))
-        gc.unfreeze()
+    for end in ends.values():
+        end.run(warmup)
+    for _ in range(options.rounds):
+        for (way, peer), end in ends.items():
+            found.setdefault(way, {}).setdefault(peer, []).append(end.run(load))
     return found
 
 

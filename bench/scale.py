@@ -7,11 +7,10 @@ load), once with as many streams in all (the same load on more engines).
 from __future__ import annotations
 
 import argparse
-import gc
 from contextlib import ExitStack
 
 from bench.fake_cores import Cores
-from bench.fake_nodes import MAX_MODEL_LEN, Load, ours, pin, run
+from bench.fake_nodes import MAX_MODEL_LEN, FrontEnd, Load, ours
 from bench.frontend import add_cores
 from bench.measure import Series, median_ratio
 from bench.report import Report, add_output_flags, machine
@@ -21,16 +20,14 @@ BAR = 1.2
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    import uvloop
-
     with ExitStack() as stack:
-        cores = {
-            pairs: stack.enter_context(
+        ends = {}
+        for pairs in options.pairs:
+            cores = stack.enter_context(
                 Cores(2 * pairs, options.step_ms, MAX_MODEL_LEN, options.fake_core, indexed=True)
             )
-            for pairs in options.pairs
-        }
-        costs = uvloop.run(measure(options, cores))
+            ends[pairs] = stack.enter_context(FrontEnd(ours, cores, options.core))
+        costs = measure(options, ends)
     return report(options, costs).finish(options)
 
 
@@ -60,24 +57,16 @@ def loads(options: argparse.Namespace, pairs: int) -> dict[str, Load]:
     }
 
 
-async def measure(
-    options: argparse.Namespace, cores: dict[int, Cores]
-) -> dict[str, dict[int, Series]]:
+def measure(options: argparse.Namespace, ends: dict[int, FrontEnd]) -> dict[str, dict[int, Series]]:
     """{kind of load: {pairs: CPU us per request}}. All sizes are up at once and take turns."""
     found: dict[str, dict[int, Series]] = {}
-    with ExitStack() as stack:
-        llms = {pairs: stack.enter_context(ours(cores[pairs])) for pairs in options.pairs}
-        pin(options.core)
-        for turn in range(options.rounds + 1):
-            for pairs, llm in llms.items():
-                for kind, load in loads(options, pairs).items():
-                    cost = await run(llm, load)
-                    if turn:  # the first round warms up
-                        series = found.setdefault(kind, {}).setdefault(pairs, Series())
-                        series.rounds.append(cost.cpu_us_per_request)
-            if not turn:
-                gc.freeze()
-        gc.unfreeze()
+    for turn in range(options.rounds + 1):
+        for pairs, end in ends.items():
+            for kind, load in loads(options, pairs).items():
+                cost = end.run(load)
+                if turn:  # the first round warms up
+                    series = found.setdefault(kind, {}).setdefault(pairs, Series())
+                    series.rounds.append(cost.cpu_us_per_request)
     return found
 
 

@@ -49,6 +49,7 @@ from pdnode.vllm_compat import (
     engine_config,
     fail_request,
     open_listen_socket,
+    read_environment_once,
     serve,
 )
 
@@ -212,6 +213,7 @@ class Node:
             self.supervisor.spawn(role_keeper.keep(self))
         await self._self_test()
         await llm.reset_mm_cache()
+        read_environment_once()
         return llm
 
     def _measure(self) -> None:

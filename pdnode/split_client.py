@@ -162,10 +162,14 @@ class SplitClient(Recovery):
         if self.on_step is not None:
             self.on_step(engine.slot, outputs)
         emitted, produced = [], len(outputs.outputs)
+        in_peace = not self._suspects and not self._sinks
         for output in outputs.outputs:
             journey = self._by_leg.get(output.request_id)
             if journey is None:
                 await self._stray(engine, output)
+                continue
+            if in_peace and journey.goes_on(output, outputs.timestamp) is not None:
+                emitted.append(output)
                 continue
             if output.finish_reason is FinishReason.ABORT and not self.told_to_abort:
                 # We did not ask: the engine's process was told to end (SIGTERM). It is as good as

@@ -111,6 +111,13 @@ class Timeline:
             owner, begin_ns, end_ns, nbytes = output.kv_transfer_params[HANDOFF]
             leg.copied = Copied(owner, begin_ns / 1e9, end_ns / 1e9, nbytes)
 
+    def goes_on(self, tokens: int, at: float) -> None:
+        """``output`` and ``emitted`` for tokens of a leg that has answered before."""
+        leg = self.legs[-1]
+        leg.last = at
+        leg.tokens += tokens
+        self.emitted(tokens)
+
     @staticmethod
     def _event(leg: LegTimes, name: str, at: float) -> None:
         if name == "QUEUED":
@@ -126,7 +133,9 @@ class Timeline:
         if self.last_token is None:
             self.first_token = now
         else:
-            self.longest_gap = max(self.longest_gap, now - self.last_token)
+            gap = now - self.last_token
+            if gap > self.longest_gap:  # not max(): once per token
+                self.longest_gap = gap
         self.last_token = now
         self.output_tokens += tokens
 

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm import __version__ as VLLM_VERSION
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -96,6 +96,7 @@ __all__ = [
     "init_logger",
     "open_listen_socket",
     "process_dict_updates",
+    "read_environment_once",
     "serve",
     "sleep_soon",
     "spawn_engine_core",
@@ -349,7 +350,17 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("span_name", "start_time", "end_time", "attributes", "context"),
     ),
     ("vllm.tracing.otel", "extract_trace_context", ("headers",)),
+    ("vllm.envs", "enable_envs_cache", ()),
 )
+
+
+def read_environment_once() -> None:
+    """vLLM's settings from the environment stay what they are in this process.
+
+    vLLM reads them again at every use, in the front end once or twice per token; its engine cores call
+    this when they are up, its servers do not.
+    """
+    envs.enable_envs_cache()
 
 
 def engine_config(
