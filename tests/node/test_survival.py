@@ -191,6 +191,28 @@ def test_streams_whose_decode_engine_is_killed_go_on_unchanged(node, expected, p
     assert recomputed <= len(SAMPLINGS) * BLOCK
 
 
+def test_nothing_hangs_on_the_processes_that_start_engines(node, expected):
+    """The nursery and the midwives (pdnode/nursery_process.py): engines outlive them, and the next
+    engine is started by a new one."""
+    before = all_ready(node)
+    midwives = [psutil.Process(engine["pid"]).parent() for engine in before["engines"]]
+    [nursery] = {midwife.parent() for midwife in midwives}
+    assert nursery.ppid() == node.process.pid
+
+    def kill_them() -> None:
+        for process in (nursery, *midwives):
+            process.kill()
+
+    assert streams_at_once(node, kill_them) == expected
+    after = all_ready(node)
+    assert after["counters"]["resumes"] == before["counters"]["resumes"]
+    assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
+    for engine in after["engines"]:
+        os.kill(engine["pid"], signal.SIGKILL)
+    assert streams_at_once(node) == expected
+    assert all_ready(node)["counters"]["failed"] == before["counters"]["failed"]
+
+
 def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
     prompt = [(11 * i) % 400 + 10 for i in range(1900)]
     in_peace = tokens_of(node, prompt=prompt, max_tokens=100)
