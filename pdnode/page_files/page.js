@@ -225,7 +225,7 @@ function pathsTable() {
   const speeds = status.paths.map((path) => path.gb_per_s);
   const kinds = [...new Set(status.paths.map((path) => path.kind))].join(", ");
   const c = status.counters;
-  const live = c.handoff_seconds ? `; ${bytes(c.handoff_bytes / c.handoff_seconds)}/s in ${count(c.handoffs)} hand-offs of ${bytes(c.handoff_bytes)}` : "";
+  const live = c.handoffs && c.handoff_seconds ? `; ${bytes(c.handoff_bytes / c.handoff_seconds)}/s in ${count(c.handoffs)} hand-offs of ${bytes(c.handoff_bytes)}` : "";
   text($("paths-said"), speeds.length
     ? `${speeds.length} path${speeds.length > 1 ? "s" : ""} (${kinds}): ${[...new Set([Math.min(...speeds), Math.max(...speeds)])].join(" to ")} GB/s at the start${live}.`
     : "No paths: every engine works alone.");
