@@ -194,8 +194,6 @@ class Engine:
 
     async def prepare(self) -> None:
         """On the loop, when ``start`` is done. Raises EngineFailed."""
-        if self._template.parallel_config.worker_extension_cls != worker_extension.PATH:
-            return  # the user has one of his own
         try:
             files = await self.client.collective_rpc_async(worker_extension.METHOD)
         except EngineDeadError as error:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ipc.errors import StaleRead
 from ipc.index import Index
 from ipc.records import EngineRecord
-from pdnode import token1
 from pdnode.engine import Engine, EngineState
 from pdnode.estimate import Estimator
 from pdnode.facts import facts_of
@@ -81,7 +80,6 @@ class Legs(FanOut):
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._sinks: dict[str, asyncio.Queue[EngineCoreOutput]] = {}
         self._tasks: set[asyncio.Task] = set()
-        self._on_cpu = engines[0].spec.device.kind == "cpu"
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
         self.meters = [Meter(_estimator(engine)) for engine in engines]
         self._arrivals = Arrivals()
@@ -138,13 +136,6 @@ class Legs(FanOut):
         view = self.view()
         plan = place(facts, view)
         self.counters.reasons[plan.reason] += 1
-        if (
-            isinstance(plan, Plan)
-            and plan.prefill is None
-            and self._must_not_be_cut(request, facts)
-        ):
-            # Two legs on the one engine: the first, which computes the prompt, has no seed.
-            return replace(plan, prefill=plan.decode, token1=token1.Token1.RESAMPLE)
         if isinstance(plan, Plan) and plan.prefill is not None:
             return self._in_order(plan, facts, view)
         return plan
@@ -165,13 +156,6 @@ class Legs(FanOut):
             readable=held,
             sibling=next((slot for slot, tokens in coming.items() if tokens == whole), None),
         )
-
-    def _must_not_be_cut(self, request: EngineCoreRequest, facts: Facts) -> bool:
-        """A seeded request whose prompt takes two steps ends vLLM's CPU worker (0.32:
-        ``_bookkeeping_sync`` rewinds the generator, and CPU generators cannot be)."""
-        params = request.sampling_params
-        divisible = facts.token1 is token1.Token1.RESAMPLE and not facts.whole
-        return self._on_cpu and divisible and params is not None and token1.draws_seeded(params)
 
     def _engine(self, slot: int) -> Engine:
         return self._engines[slot]

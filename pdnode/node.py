@@ -231,6 +231,14 @@ class Node:
             raise ConfigError(" ".join(str(error).split())) from error
         tp_of = {engine.role: engine.tensor_parallel_size for engine in self.config.engines}
         models.check(front, tp_of["prefill"], tp_of["decode"])
+        theirs = self.config.frontend_args.worker_extension_cls
+        try:
+            worker_extension.name_with(theirs)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"--worker-extension-cls {theirs} does not go together with the node's own: {reason}"
+            ) from error
         return front
 
     @property
@@ -256,7 +264,7 @@ class Node:
             if self.config.trace_path is not None:
                 args.enable_logging_iteration_details = True  # when an engine's steps were
             args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
-            args.worker_extension_cls = args.worker_extension_cls or worker_extension.PATH
+            args.worker_extension_cls = worker_extension.name_with(args.worker_extension_cls)
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
             template = engine_config(args, connector)
             settings = ConnectorSettings(

@@ -109,10 +109,6 @@ def decide(params: SamplingParams, *, custom_logits_processors: bool = False) ->
     return Token1.FORWARD, ""
 
 
-def draws_seeded(params: SamplingParams) -> bool:
-    return params.seed is not None and params.temperature >= GREEDY_BELOW
-
-
 def needs_history(params: SamplingParams, *, custom_logits_processors: bool = False) -> bool:
     """Must a sampler that takes over have seen the tokens so far as its own output?"""
     return custom_logits_processors or any(

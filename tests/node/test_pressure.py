@@ -25,6 +25,7 @@ from bench.leftovers import names_of
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
 from pdnode import rundir
 from pdnode.reaper import marked
+from tests.node.extension import Looking
 from tests.twin.checks import settled
 
 BLOCK = 128
@@ -46,6 +47,7 @@ def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node
     little = ["--kv-cache-memory-bytes", str(BLOCKS * BLOCK_BYTES)]
     little += ["--max-num-queued-reqs", str(BOUND), "--lease", str(LEASE_S)]
     rules = ["--strict", "--split", "always", "--api-key", KEY]
+    rules += ["--worker-extension-cls", f"{Looking.__module__}.{Looking.__name__}"]
     log = tmp_path_factory.mktemp("pressure") / "node.log"
     node = Node(str(model), log, *ENGINE_ARGS, *little, *rules, VLLM_SERVER_DEV_MODE="1")
     node.http.headers.update(AUTHORIZATION)
@@ -252,6 +254,11 @@ def test_what_is_the_nodes_own_is_not_taken_from_a_client(node):
         taken = answer.is_success and answer.json()["choices"][0]["token_ids"] == plain
         assert taken or answer.status_code == 400, (field, answer.text)
     assert settled(node)["load_failures"] == before["load_failures"]
+
+
+def test_workers_are_extended_by_the_user_and_by_the_node(node):
+    answer = node.http.post("/collective_rpc", json={"method": Looking.kind_of_generators.__name__})
+    assert answer.json() == {"results": ["Generators", "Generators"]}
 
 
 def test_no_log_holds_a_prompt(node):

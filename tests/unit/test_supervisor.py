@@ -53,8 +53,7 @@ def crashing(slot: int, folder: Path) -> CrashingEngine:
         role="decode", slot=slot, engine_id=f"decode-{slot}", device=device, vllm_args=()
     )
     settings = ConnectorSettings(0, "", f"pdtest-none-{slot}", spec.engine_id, slot, 0, 1.0, "")
-    template = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
-    return CrashingEngine(spec, template, settings, folder, folder, strict=False, log_stats=False)
+    return CrashingEngine(spec, None, settings, folder, folder, strict=False, log_stats=False)
 
 
 class Client:

@@ -1,0 +1,8 @@
+"""A worker extension as users have them: --worker-extension-cls names it, /collective_rpc calls it."""
+
+from __future__ import annotations
+
+
+class Looking:
+    def kind_of_generators(self) -> str:
+        return type(self.model_runner.input_batch.generators).__name__
