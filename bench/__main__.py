@@ -10,7 +10,7 @@ BENCHES = {
     "chaos": "kill, stop and abort engines under load; every answer against plain vLLM's",
     "cycles": "start a node and end it, at random phases, with random signals: nothing may be left",
     "frontend": "pdnode's front end beside vLLM's own, over fake engine cores",
-    "handoff": "one request at a time: TTFT, hand-off and KV rate beside plain vLLM",
+    "handoff": "one request at a time: TTFT, hand-off and KV rate beside plain vLLM and NIXL",
     "interference": "gaps of running streams while long prompts arrive, beside plain vLLM",
     "ipc": "the index against Redis and ZeroMQ, copies against memmove, the pipe against queues",
     "plan": "goodput that `launcher.py plan` predicts, beside the node's own",

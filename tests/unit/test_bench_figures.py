@@ -6,6 +6,7 @@ import pytest
 
 from bench.handoff import Peer
 from bench.interference import gaps_ms
+from bench.nixl_proxy import DECODE_SENT
 from bench.streams import Timed
 
 
@@ -16,6 +17,13 @@ def test_the_handoff_is_what_the_second_token_waited_beyond_a_usual_gap():
     assert peer.itl_ms(100).median == pytest.approx(30)
     assert peer.handoff_ms(100).median == pytest.approx(20)
     assert peer.handoff_itl(100) == pytest.approx(2 / 3)
+
+
+def test_behind_a_proxy_it_counts_from_when_decode_was_sent_the_request():
+    peer = Peer()
+    headers = {DECODE_SENT.lower(): "0.900000"}
+    peer.answers[100] = [Timed(0.0, [1.0, 1.03, 1.06, 1.09], headers)]
+    assert peer.handoff_ms(100).median == pytest.approx(70)
 
 
 def test_a_stream_that_stands_still_at_the_end_has_a_gap():
