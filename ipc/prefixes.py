@@ -16,8 +16,9 @@ Nobody keeps a block from being evicted by looking at it: `take` says what is tr
 generation, so its copy counts as not made. An engine that wants its blocks to stay offers a request
 entry (`Index.insert`).
 
-A dead engine's entries stay, as its memory may still be read: until `forget`, or until its control
-line names the next boot. No call waits, and none takes a lock that another process could hold.
+A dead engine's entries stay, as its memory may still be read, until its control line names the next
+boot or the node gives the memory up: `hide`, and who found some before can still ask `still`; then
+`forget`. No call waits, and none takes a lock that another process could hold.
 """
 
 from collections.abc import Iterable, Sequence
@@ -139,10 +140,12 @@ class Prefixes:
     def still(self, held: Held) -> int:
         """AFTER the copy: so many of the first blocks have held their hash all the time since `take`.
 
-        0 when the engine was replaced.
+        0 when the engine was replaced, or forgotten before this process looked into its table.
         """
-        view = self._view(held.owner)
-        if view is None or view.boot_id != held.boot_id:
+        if not held.boot_id or self._engines.boot(self._slot(held.owner)) != held.boot_id:
+            return 0
+        view = self._mapped(held.owner, held.boot_id)
+        if view is None:
             return 0
         blocks = np.array(held.blocks, np.intp)
         count = view.still(blocks, np.array(held.generations, np.uint64))
@@ -150,11 +153,15 @@ class Prefixes:
 
     # node ----------------------------------------------------------------------------------------
 
-    def forget(self, slot: int) -> None:
-        """The node, when the memory of a dead engine is gone: nobody finds its blocks any more."""
+    def hide(self, slot: int) -> None:
+        """The node, before it gives a dead engine's memory up: nobody finds its blocks any more."""
         if self._me != layout.NODE:
-            raise NotOwner(f"slot {self._me} forgot the blocks of slot {slot}: only the node does")
+            raise NotOwner(f"slot {self._me} hid the blocks of slot {slot}: only the node does")
         self._shared.words[self._geometry.prefixes(slot) >> 3] = 0
+
+    def forget(self, slot: int) -> None:
+        """The node, when the memory of a dead engine is gone: its table goes too."""
+        self.hide(slot)
         unlink_tables(self._index_name, slot)
 
     def unlink(self) -> None:
@@ -181,16 +188,23 @@ class Prefixes:
         return Held(engine, view.boot_id, tuple(blocks.tolist()), tuple(generations.tolist()))
 
     def _view(self, engine: int) -> PrefixView | None:
-        """The table of the engine's current boot, mapped once; None when there is none."""
-        if not 0 <= engine < self._geometry.engines:
-            raise LookupFault(f"slot {engine} of an index with {self._geometry.engines} slots")
-        boot = self._engines.boot(engine)
-        view = self._views.get(engine)
+        """The table of the engine's current boot, where it is shown; None when there is none."""
+        boot = self._engines.boot(self._slot(engine))
         if boot == 0 or self._shared.words[self._geometry.prefixes(engine) >> 3] != boot:
             return None
-        if view is None or view.boot_id != boot:
-            view = self._attach(engine, boot)
+        return self._mapped(engine, boot)
+
+    def _mapped(self, engine: int, boot_id: int) -> PrefixView | None:
+        """That boot's table, mapped once."""
+        view = self._views.get(engine)
+        if view is None or view.boot_id != boot_id:
+            view = self._attach(engine, boot_id)
         return view
+
+    def _slot(self, engine: int) -> int:
+        if not 0 <= engine < self._geometry.engines:
+            raise LookupFault(f"slot {engine} of an index with {self._geometry.engines} slots")
+        return engine
 
     def _attach(self, engine: int, boot_id: int) -> PrefixView | None:
         earlier = self._views.pop(engine, None)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from ipc.errors import LookupFault
@@ -19,6 +19,7 @@ from ipc.index import Index
 from ipc.records import Role, State
 from pdnode.engine import Engine, EngineState
 from pdnode.errors import EngineFailed
+from pdnode.kvpath import SHM
 
 if TYPE_CHECKING:
     from pdnode.config import NodeConfig
@@ -44,7 +45,11 @@ that serves between its deaths is started again at once, however often it is kil
 OF_USE_S = 60.0
 """A life is of use if the engine answered a request, or was ready for so long."""
 KV_GRACE_S = 5.0
-"""A dead engine's memory is kept this long at most for the requests that copy from it."""
+"""A dead engine's memory is kept this long at most for the requests that copy from it, and then as long
+again for prefixes."""
+STEPS_OF_A_LOOK = 3
+"""Of an engine's steps, from the count that is seen while one may be looking for a prefix until that
+one's copy is over: it becomes the next, and one more is scheduled ahead."""
 
 
 class Supervisor:
@@ -137,6 +142,8 @@ class Supervisor:
         if engine.state is not EngineState.READY or self._closing:
             return
         engine.state = EngineState.DEAD
+        if not self._is_read_when_dead(engine):
+            self._index.prefixes.hide(engine.slot)
         engine.ended_from_outside = from_outside
         engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
         self.publish(engine)
@@ -148,15 +155,42 @@ class Supervisor:
         await asyncio.to_thread(engine.kill)
         await self.client.engine_died(engine)
         await self._kv_copied(engine)
+        await self._prefixes_copied(engine)
         await asyncio.to_thread(engine.forget_memory)
         self._index.prefixes.forget(engine.slot)
         await self._restart(engine)
 
     async def _kv_copied(self, engine: Engine) -> None:
         """The requests that resume from this engine's memory have it, or have had their chance."""
-        deadline = time.monotonic() + KV_GRACE_S
-        while self.client.copying_from(engine.slot) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await _until(lambda: not self.client.copying_from(engine.slot))
+
+    async def _prefixes_copied(self, engine: Engine) -> None:
+        """Nobody finds what it held any more, and who has found some copied it in the same step."""
+        self._index.prefixes.hide(engine.slot)
+        if not self._is_read_when_dead(engine):
+            return
+        seen: dict[tuple[int, int], int] = {}
+
+        def may_copy(other: Engine) -> bool:
+            if other.state is not EngineState.READY or not other.requests:
+                return False
+            steps = self._steps(other)
+            first = seen.setdefault((other.slot, other.boot_id), steps) if steps >= 0 else steps
+            return steps < first + STEPS_OF_A_LOOK
+
+        await _until(lambda: not [other for other in self._engines if may_copy(other)])
+
+    def _is_read_when_dead(self, engine: Engine) -> bool:
+        """By peers that map its memory, until that is given up; a GPU's goes with its engine."""
+        paths = (self._config.kv_path(engine.spec, other.spec) for other in self._engines)
+        return SHM in paths
+
+    def _steps(self, engine: Engine) -> int:
+        """-1: being written just now."""
+        try:
+            return self._index.engine(engine.slot).steps
+        except LookupFault:
+            return -1
 
     async def _restart(self, engine: Engine) -> None:
         while (pause_s := self._backoff_s(engine)) is not None:
@@ -229,10 +263,8 @@ class Supervisor:
             return False
 
     def _hangs(self, engine: Engine) -> bool:
-        now = time.monotonic()
-        try:
-            steps = self._index.engine(engine.slot).steps
-        except LookupFault:
+        now, steps = time.monotonic(), self._steps(engine)
+        if steps < 0:
             return False
         seen, since = self._seen_steps.get(engine.slot, (-1, now))
         if not engine.requests or steps != seen:
@@ -269,3 +301,10 @@ class Supervisor:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Or until a dead engine's memory has been kept for long enough."""
+    deadline = time.monotonic() + KV_GRACE_S
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)

@@ -93,8 +93,14 @@ def test_a_dead_engines_blocks_stay_until_its_memory_or_boot_goes(node, engines)
     again.prefixes.publish(prompt[0], 1)
     assert engines[1].prefixes.lengths(prompt, [0]) == {0: 1}
     assert engines[1].prefixes.still(held) == 0
-    node.prefixes.forget(0)
+    found = engines[1].prefixes.take(prompt, 0)
+    node.prefixes.hide(0)
     assert engines[1].prefixes.lengths(prompt, [0]) == {0: 0}
+    assert engines[1].prefixes.take(prompt, 0).blocks == ()
+    # A worker asks for what its scheduler has found, and may never have looked there itself.
+    assert [engine.prefixes.still(found) for engine in engines[1:3]] == [1, 1]
+    node.prefixes.forget(0)
+    assert engines[3].prefixes.still(found) == 0
     assert names(f"{node.name}.prefix") == []
     again.close()
 
@@ -106,6 +112,8 @@ def test_who_may_not_write_is_told(node, engines):
         node.prefixes.own(blocks=4, boot_id=1, flag="--test")
     with pytest.raises(NotOwner):
         engines[0].prefixes.forget(1)
+    with pytest.raises(NotOwner):
+        engines[0].prefixes.hide(1)
     own(engines[0], blocks=4)
     for block, one in ((4, b"x"), (-1, b"x"), (0, b""), (0, bytes(41))):
         with pytest.raises(LookupFault):

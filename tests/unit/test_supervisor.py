@@ -18,8 +18,12 @@ from pdnode.connector.settings import ConnectorSettings
 from pdnode.device import CpuDevice
 from pdnode.engine import Engine, EngineState, child_surroundings
 from pdnode.progress import Progress
+from pdnode.supervisor import STEPS_OF_A_LOOK, Supervisor
 
 LAST_WORDS = "no such weights"
+MAPPED = SimpleNamespace(kv_path=lambda owner, reader: "shm")
+NOT_MAPPED = SimpleNamespace(kv_path=lambda owner, reader: "cuda-ipc")
+KEYS = [b"first", b"second"]
 
 
 class CrashingEngine(Engine):
@@ -77,7 +81,7 @@ def test_a_crash_loop_ends_in_failed_with_the_last_lines(index, tmp_path, monkey
     engines = [crashing(0, tmp_path), crashing(1, tmp_path)]
 
     async def crash_both() -> Client:
-        watching = supervisor.Supervisor(None, engines, index, Progress())
+        watching = Supervisor(MAPPED, engines, index, Progress())
         watching.client = client = Client()
         for engine in engines:
             engine.state = EngineState.READY
@@ -106,7 +110,7 @@ def test_a_crash_loop_ends_in_failed_with_the_last_lines(index, tmp_path, monkey
 
 def test_an_engine_that_answers_between_its_deaths_is_always_started_again(index, tmp_path):
     engine = crashing(0, tmp_path)
-    watching = supervisor.Supervisor(None, [engine], index, Progress())
+    watching = Supervisor(None, [engine], index, Progress())
 
     def pause_after_a_life(*, of_use: bool) -> float | None:
         engine.begin_boot()
@@ -119,3 +123,92 @@ def test_an_engine_that_answers_between_its_deaths_is_always_started_again(index
     useless = [pause_after_a_life(of_use=False) for _ in supervisor.BACKOFF_S]
     assert useless == [*supervisor.BACKOFF_S[1:], None]
     assert pause_after_a_life(of_use=True) == 0.0
+
+
+class Watching(Supervisor):
+    looks = 0
+
+    def _steps(self, engine: Engine) -> int:
+        self.looks += 1
+        return super()._steps(engine)
+
+
+class Dying:
+    """Engine 0 holds a prefix and dies; engine 1 serves, and looks on. ``ends``: engine 0's life is over,
+    and its memory is about to be given up."""
+
+    def __init__(self, index: Index, folder: Path, config: SimpleNamespace) -> None:
+        self.engine, self.other = crashing(0, folder), crashing(1, folder)
+        self.watching = Watching(config, [self.engine, self.other], index, Progress())
+        self.watching.client = Client()
+        for engine in (self.engine, self.other):
+            engine.begin_boot()
+            engine.state = EngineState.READY
+            self.watching.publish(engine)
+        self.looker = Index.attach(index.name, me=1)
+        owner = Index.attach(index.name, me=0)
+        owner.prefixes.own(blocks=4, boot_id=self.engine.boot_id, flag="--kv")
+        for block, key in enumerate(KEYS):
+            owner.prefixes.publish(key, block)
+        owner.close()
+        self.held = self.looker.prefixes.take(KEYS, 0)
+        self.at_the_end: tuple[int, int] | None = None
+        self.engine.forget_memory = self.ends
+
+    @property
+    def found(self) -> int:
+        return self.looker.prefixes.lengths(KEYS, [0])[0]
+
+    def ends(self) -> None:
+        self.at_the_end = (self.found, self.looker.prefixes.still(self.held))
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        await self.watching.close()
+        self.looker.close()
+        self.watching._index.prefixes.unlink()
+
+
+def test_a_prefix_is_hidden_before_the_memory_of_its_dead_engine_goes(index, tmp_path):
+    async def scenario() -> None:
+        lab = Dying(index, tmp_path, MAPPED)
+        lab.watching.give_up(lab.engine, "it was killed")
+        assert lab.found == len(KEYS)  # its memory can be read, and is
+        await lab.until(lambda: lab.at_the_end)
+        # Who had found it already may finish.
+        assert lab.at_the_end == (0, len(KEYS))
+        await lab.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_prefix_in_memory_that_goes_with_its_engine_is_hidden_at_once(index, tmp_path):
+    async def scenario() -> None:
+        lab = Dying(index, tmp_path, NOT_MAPPED)
+        lab.watching.give_up(lab.engine, "it was killed")
+        assert lab.found == 0
+        await lab.close()
+
+    asyncio.run(scenario())
+
+
+def test_memory_stays_until_a_step_that_may_be_copying_a_prefix_is_over(index, tmp_path):
+    async def scenario() -> None:
+        lab = Dying(index, tmp_path, MAPPED)
+        lab.other.leg_sent(1)
+        lab.looker.set_load(1, steps=7)
+        lab.watching.give_up(lab.engine, "it was killed")
+        await lab.until(lambda: not lab.found)
+        lab.looker.set_load(1, steps=7 + STEPS_OF_A_LOOK - 1)
+        looks = lab.watching.looks
+        await lab.until(lambda: lab.watching.looks > looks + 2)
+        assert lab.at_the_end is None
+        lab.looker.set_load(1, steps=7 + STEPS_OF_A_LOOK)
+        await lab.until(lambda: lab.at_the_end)
+        await lab.close()
+
+    asyncio.run(scenario())
