@@ -9,7 +9,8 @@ shorter, and a follower may fail, give up or die at any moment and cost nothing 
     step        the transfer's entry is there: blocks for the whole prompt are reserved, or not
                   (no room: this prompt is not followed)
                 more of it is ready: one copy of the full blocks that came since
-    loaded      they are here, and were the entry's to the end: they join the prefix cache
+    loaded      they are here, and were the entry's to the end: they join the prefix cache, and are
+                shown to peers
     yield_room  somebody who decodes needs blocks: followers give back theirs, and stop
     end         the decode leg has its blocks, or the request is over
 
@@ -51,7 +52,7 @@ class Follower:
 
 class Following:
     """All followers of one engine. ``block_size`` in tokens; ``taken`` is told of each block that
-    will get other bytes."""
+    will get other bytes, ``filled`` of those that have theirs: (hashes, blocks)."""
 
     def __init__(
         self,
@@ -60,12 +61,13 @@ class Following:
         block_size: int,
         pool: BlockPool,
         taken: Callable[[list[int]], None],
+        filled: Callable[[list[bytes], list[int]], None],
     ) -> None:
         self._index = index
         self._slot = slot
         self._block_size = block_size
         self._pool = pool
-        self._taken = taken
+        self._taken, self._filled = taken, filled
         self._followers: dict[str, Follower] = {}
         """By transfer id."""
         self._under_way: set[str] = set()
@@ -155,6 +157,10 @@ class Following:
             full = follower.filled + len(load.dst_blocks)
             self._pool.cache_full_blocks(
                 follower.request, follower.blocks, follower.filled, full, self._block_size, 0
+            )
+            # The decode leg will not show them: to it they are a prefix that somebody else filled.
+            self._filled(
+                follower.request.block_hashes[follower.filled : full], list(load.dst_blocks)
             )
             follower.filled = full
 

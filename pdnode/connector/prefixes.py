@@ -3,6 +3,7 @@
     allocated  blocks that vLLM has just handed out are withdrawn: they will get other bytes
     step       blocks that are known to be full and in memory are published, by vLLM's block hash
     finished   the rest of them; they stay published until vLLM hands them out again
+    filled     blocks that no request has yet, and a follower has filled, are published
     match      which peer holds most of what lies behind the local prefix
     loaded     what was taken, or failed to be and is computed by vLLM after all
 
@@ -202,6 +203,13 @@ class Prefixes:
         self._running.pop(request_id, None)
         self._unpublished.discard(request_id)
         self._matched.pop(request_id, None)
+
+    def filled(self, keys: list[bytes], block_ids: list[int]) -> None:
+        """A copy into these blocks, which are not a request's, is known to have worked."""
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self._evicted.pop(key, None)
+            if not self._offer(key, block_id):
+                return
 
     def check_reset(self) -> None:
         """vLLM's prefix cache was emptied (the weights may be others now): so is ours."""

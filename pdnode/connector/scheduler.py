@@ -76,7 +76,12 @@ class SchedulerHalf:
         self._unsure = Unsure(pool, self._block_size, cached)
         self._prefixes.bind_block_pool(pool, self._unsure)
         self._following = Following(
-            self._index, self._settings.slot, self._block_size, pool, self._prefixes.handed_out
+            self._index,
+            self._settings.slot,
+            self._block_size,
+            pool,
+            taken=self._prefixes.handed_out,
+            filled=self._prefixes.filled,
         )
         if self._node_pool is not None:
             self._node_pool.bind_block_pool(pool)

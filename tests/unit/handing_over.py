@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ipc.index import Index
-from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
+from pdnode.connector.metadata import Load, LoadDone, LoadFailed, LoadReport, PrefixLoad
 from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
 from tests.unit.vllm_scheduler import index_of, model_output, scheduler
 
@@ -38,29 +38,34 @@ class Engine:
         self.memory: list[list[Any]] = [[NONSENSE] * BLOCK for _ in range(blocks)]
         self.answers: dict[str, list[int]] = {}
         self.offered: dict[str, dict] = {}
+        self.computed: dict[str, int] = {}
         self.peers: list[Engine] = []
         self._tables: dict[str, list[int]] = {}
         self._ahead, self._uncounted = ahead, []
         self._tokens: dict[str, list[int]] = {}
         self._reader = Index.attach(index, me=slot)
         self.scheduler, self._hasher = scheduler(
-            index, slot, model, block_size=BLOCK, blocks=blocks, chunk=CHUNK, ahead=ahead
-        )
+            index, slot, model, block_size=BLOCK, blocks=blocks, chunk=CHUNK, ahead=ahead,
+            kv_paths=("shm", "shm"),
+        )  # fmt: skip
 
     def send(self, request_id: str, tokens: list[int], count: int, **kv_transfer_params) -> None:
-        from vllm.v1.request import Request
-
         extra = {"kv_transfer_params": kv_transfer_params}
         params = SamplingParams(
             temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra
         )
+        self.scheduler.add_request(self._request(request_id, tokens, params))
+        self.answers[request_id] = []
+
+    def _request(self, request_id: str, tokens: list[int], params: SamplingParams):
+        from vllm.v1.request import Request
+
         sent = EngineCoreRequest(
             request_id=request_id, prompt_token_ids=tokens, mm_features=None,
             sampling_params=params, pooling_params=None, arrival_time=time.time(),
             lora_request=None, cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
-        self.scheduler.add_request(Request.from_engine_core_request(sent, self._hasher))
-        self.answers[request_id] = []
+        return Request.from_engine_core_request(sent, self._hasher)
 
     def leave(self, request_id: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -82,10 +87,10 @@ class Engine:
             sync = scheduled.has_sync_kv_loads
             metadata = scheduled.kv_connector_metadata
             if sync:
-                self._load(metadata.loads, report, invalid)
+                self._load(metadata, report, invalid)
             sampled = self._forwards(scheduled)
             if not sync:
-                self._load(metadata.loads, report, invalid)
+                self._load(metadata, report, invalid)
             output = model_output([*scheduled.num_scheduled_tokens], sampled, report, invalid)
             self._uncounted.append((scheduled, output))
         if len(self._uncounted) > self._ahead or not self.scheduler.has_requests():
@@ -96,19 +101,38 @@ class Engine:
         outputs = self.scheduler.update_from_output(scheduled, output)
         for one in outputs[0].outputs if 0 in outputs else ():
             self.answers[one.request_id] += one.new_token_ids
+            if one.prefill_stats is not None:
+                self.computed[one.request_id] = one.prefill_stats.num_computed_tokens
             if one.kv_transfer_params is not None:
                 self.offered[one.request_id] = one.kv_transfer_params
 
-    def _load(self, loads, report: LoadReport, invalid: set[int]) -> None:
-        for load in loads:
+    def _load(self, metadata, report: LoadReport, invalid: set[int]) -> None:
+        for load in (*metadata.loads, *metadata.prefix_loads):
             peer = self.peers[load.entry.owner]
             for source, target in zip(load.src_blocks, load.dst_blocks, strict=True):
                 self.memory[target] = list(peer.memory[source])
-            if self._reader.validate(load.entry):
+            if self._is_still(load):
                 report.done.append(LoadDone(load.request_id, peer.slot, len(load.src_blocks), 1))
             else:
                 report.failed.append(LoadFailed(load.request_id, load.tokens, "given up"))
-                invalid.update(() if load.ahead else load.dst_blocks)
+                invalid.update(() if getattr(load, "ahead", False) else load.dst_blocks)
+
+    def _is_still(self, load: Load | PrefixLoad) -> bool:
+        if isinstance(load, PrefixLoad):
+            return self._reader.prefixes.still(load.held) == len(load.src_blocks)
+        return self._reader.validate(load.entry)
+
+    def wrong_blocks(self) -> list[int]:
+        """Blocks that are shown to peers under a hash of other tokens than they hold."""
+        shown = self.scheduler.connector._scheduler._prefixes._hash_of
+        return [block for block, key in shown.items() if self._key(self.memory[block]) != key]
+
+    def _key(self, page: list[Any]) -> bytes | None:
+        """The name of a full block that holds what was computed of its tokens."""
+        end = page[-1]
+        if end == NONSENSE or [*map(len, page)] != [*range(len(end) - BLOCK + 1, len(end) + 1)]:
+            return None
+        return self._request("", list(end), SamplingParams(max_tokens=1)).block_hashes[-1]
 
     def _forwards(self, scheduled) -> list[list[int]]:
         cached = scheduled.scheduled_cached_reqs

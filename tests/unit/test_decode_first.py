@@ -42,6 +42,22 @@ def test_only_the_last_chunk_is_left_at_prefills_end(pair):
     idle(pair)
 
 
+@pytest.mark.parametrize("pair", [(64, 64, False), (64, 64, True)], indirect=True)
+def test_what_a_follower_copied_is_there_for_the_next_turn_anywhere(pair):
+    prompt = ids("first turn", 6 * CHUNK - 5)
+    pair.send("a", prompt, 20)
+    pair.run()
+    prefill, decode = pair.engines
+    assert not decode.wrong_blocks()
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    turn = [*prompt, *pair.answers["a"], *ids("second turn", 30)]
+    prefill.send("b", turn, 3)
+    pair.run()
+    assert prefill.answers["b"] == expected(turn, 3)
+    assert prefill.computed["b"] <= 30 + BLOCK
+    assert not prefill.wrong_blocks()
+
+
 @pytest.mark.parametrize(
     "pair", [(64, 40, False), (64, 40, True), (40, 34, False), (40, 34, True)], indirect=True
 )
@@ -61,6 +77,7 @@ def test_a_crowd_over_few_blocks_is_answered_and_leaves_nothing(pair):
             waiting.pop(gone)
             if gone not in pair.answers or gone in pair._open:
                 pair.leave(gone)
+        assert [engine.wrong_blocks() for engine in pair.engines] == [[], []]
     pair.run()
     for name, (prompt, count) in waiting.items():
         assert pair.answers[name] == expected(prompt, count), name

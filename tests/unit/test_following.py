@@ -44,7 +44,15 @@ class Lab:
         self.owner, self.reader = (Index.attach(name, me=slot) for slot in (P, D))
         self.taken: list[int] = []
         self.pool = BlockPool(ROOM + 1, enable_caching=True, hash_block_size=BLOCK)
-        self.following = Following(self.reader, D, BLOCK, self.pool, self.taken.extend)
+        self.shown: dict[int, bytes] = {}
+        self.following = Following(
+            self.reader,
+            D,
+            BLOCK,
+            self.pool,
+            taken=self.taken.extend,
+            filled=lambda keys, blocks: self.shown.update(zip(blocks, keys, strict=True)),
+        )
         self.request = Request()
         self.following.begin(self.request)
         self.ticket: Ticket
@@ -102,10 +110,12 @@ def test_each_chunk_is_copied_once_and_then_cached(lab):
         assert load.ahead
         assert lab.following.step(0) == [], "one copy at a time"
         assert lab.following.is_copying("r/p1")
-        assert lab.cached() == first, "what is on its way is nobody's hit"
+        assert lab.cached() == len(lab.shown) == first, "what is on its way is nobody's hit"
         lab.done()
         assert lab.cached() == last
         copied += load.dst_blocks
+        assert [lab.shown[block] for block in copied] == lab.request.block_hashes[:last]
+        assert len(lab.shown) == last
     assert len(set(copied)) == 8
     assert set(copied) <= set(lab.taken), "peers must not find here what these blocks held before"
     lab.publish(lab.request.num_prompt_tokens)
@@ -150,7 +160,7 @@ def test_room_is_given_back_at_once_when_somebody_needs_it(lab):
     taken = lab.pool.get_new_blocks(ROOM - 2)
     assert set(load.dst_blocks) <= {block.block_id for block in taken}
     lab.done()
-    assert lab.cached() == 2, "blocks that are somebody else's by now get no name"
+    assert lab.cached() == len(lab.shown) == 2, "what is somebody else's by now gets no name"
     lab.publish(9 * BLOCK)
     assert lab.following.step(0) == []
     assert not lab.following.yield_room()
@@ -163,7 +173,7 @@ def test_a_copy_that_fails_ends_it(lab):
     line = LoadFailed(lab.request.request_id, 2 * BLOCK, "gone")
     assert lab.following.loaded(LoadReport(failed=[line])) == {lab.request.request_id}
     assert lab.free == ROOM
-    assert lab.cached() == 0
+    assert lab.cached() == len(lab.shown) == 0
     lab.publish(9 * BLOCK)
     assert lab.following.step(0) == []
 
