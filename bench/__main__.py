@@ -8,6 +8,7 @@ import sys
 
 BENCHES = {
     "chaos": "kill, stop and abort engines under load; every answer against plain vLLM's",
+    "chaos_peer": "the same kills against 1P1D of vLLM + NIXL, beside a node's",
     "cycles": "start a node and end it, at random phases, with random signals: nothing may be left",
     "frontend": "pdnode's front end beside vLLM's own, over fake engine cores",
     "handoff": "one request at a time: TTFT, hand-off and KV rate beside plain vLLM and NIXL",

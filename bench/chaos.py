@@ -25,18 +25,20 @@ from pathlib import Path
 
 import httpx
 
-from bench.faults import KINDS, Faults, in_small_shm
+from bench.faults import KINDS, Faults, Status, in_small_shm
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node, Twin
 from bench.sse import events_async
 from bench.tiny_models import tiny_llama
 
 CALM_S = 120.0
 IN_SMALL_SHM = "PDNODE_BENCH_SMALL_SHM"
+ASK_AGAIN_S = 1.0
+"""After an error: not to count one outage a thousand times."""
 LEAVE_WITHIN_S = 4.0
 """A client that leaves does so within this time: in the queue, in prefill, or while it is answered."""
 
 
-def requests(seed: int) -> list[dict]:
+def requests(seed: int, greedy: bool = False) -> list[dict]:
     """A mix that crosses every path: lengths, sampling with and without history, stops, n."""
     rng = random.Random(seed)
     ways = [
@@ -48,6 +50,8 @@ def requests(seed: int) -> list[dict]:
         {"temperature": 1, "seed": 5, "n": 2},
         {"temperature": 0, "bad_words": ["the"]},
     ]
+    if greedy:
+        ways = [way for way in ways if not way["temperature"]]
     made = []
     for i, length in enumerate((20, 130, 300, 700, 1100, 1500) * 3):
         body = {
@@ -65,6 +69,7 @@ def requests(seed: int) -> list[dict]:
 
 @dataclass
 class Answer:
+    sent_s: float = field(default_factory=time.monotonic)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
@@ -121,11 +126,19 @@ class Tally:
     differ: list[str] = field(default_factory=list)
     left: int = 0
     recovery_s: list[float] = field(default_factory=list)
+    hit: int = 0
+    """Failed, and were running when an engine was killed."""
+    timed_out: int = 0
+    at_s: list[float] = field(default_factory=list)
+    """When anybody got anything."""
 
     def judge(self, number: int, answer: Answer, truth: Answer, fault_times_s: list[float]) -> None:
         self.asked += 1
+        self.at_s += answer.at_s
         if answer.error:
             self.failed.append(f"request {number}: {answer.error}")
+            self.hit += any(answer.sent_s <= at <= time.monotonic() for at in fault_times_s)
+            self.timed_out += "Timeout" in answer.error
         elif difference := answer.difference(truth):
             self.differ.append(f"request {number}: {difference}")
         self._recovery(answer, fault_times_s)
@@ -143,14 +156,23 @@ class Tally:
 
 
 class Chaos:
-    """``truths``: the right answers to the first so many of ``requests(seed)``."""
+    """``truths``: the right answers to the first so many of ``requests(seed)``.
 
-    def __init__(self, options: argparse.Namespace, url: str, truths: list[Answer]) -> None:
+    ``status``: engines as /pd/status shows them, of a server that has no such route.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        url: str,
+        truths: list[Answer],
+        status: Status | None = None,
+    ) -> None:
         self._options = options
         self._url = url
-        self._bodies = requests(options.seed)[: len(truths)]
+        self._bodies = requests(options.seed, options.greedy)[: len(truths)]
         self._truths = truths
-        self.faults = Faults(self._status, options.kinds, random.Random(options.seed))
+        self.faults = Faults(status or self._status, options.kinds, random.Random(options.seed))
         self.tally = Tally()
 
     async def run(self) -> None:
@@ -162,7 +184,7 @@ class Chaos:
         ) as client:
             self._client = client
             self._begin_s = time.monotonic()
-            self._end_s = time.monotonic() + self._options.seconds
+            self.end_s = time.monotonic() + self._options.seconds
             async with asyncio.TaskGroup() as group:
                 for stream in range(self._options.streams):
                     group.create_task(self._stream(stream))
@@ -173,7 +195,7 @@ class Chaos:
 
     async def _stream(self, stream: int) -> None:
         rng = random.Random(f"{self._options.seed}-{stream}")
-        while time.monotonic() < self._end_s:
+        while time.monotonic() < self.end_s:
             number = rng.randrange(len(self._bodies))
             leave_s = rng.uniform(0, LEAVE_WITHIN_S) if rng.random() < self._options.leave else None
             answer = None
@@ -186,17 +208,19 @@ class Chaos:
                 if answer.error:
                     answer.error += f" (after {time.monotonic() - self._begin_s:.0f} s)"
                 self.tally.judge(number, answer, self._truths[number], self.faults.times_s)
+                if answer.error:
+                    await asyncio.sleep(ASK_AGAIN_S)
 
     async def _schedule(self) -> None:
         await asyncio.sleep(self._options.every / 2)
-        while time.monotonic() < self._end_s - self._options.every / 2:
+        while time.monotonic() < self.end_s - self._options.every / 2:
             await self.faults.one()
             await asyncio.sleep(self._options.every)
 
 
-async def record(server: Twin, seed: int) -> list[Answer]:
+async def record(server: Twin, bodies: list[dict]) -> list[Answer]:
     async with httpx.AsyncClient(base_url=server.url, timeout=300.0) as client:
-        return [await ask(client, body) for body in requests(seed)]
+        return [await ask(client, body) for body in bodies]
 
 
 def calm(node: Node) -> tuple[dict, list[str]]:
@@ -248,8 +272,8 @@ def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
     return 1 if tally.failed or tally.differ or leaks else 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench chaos", description=__doc__)
+def parse(argv: list[str], name: str = "chaos", what: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m bench {name}", description=what)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--every", type=float, default=10, help="seconds between faults")
@@ -270,6 +294,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--shm-gib", type=float, metavar="N", help="run with a /dev/shm of this size (needs root)"
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' output there")
+    parser.add_argument("--greedy", action="store_true", help="only requests that draw nothing")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -283,16 +308,16 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = options.logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        truths = recorded(model, folder, options.seed)
+        truths = recorded(model, folder, requests(options.seed, options.greedy))
         chaos, status, leaks = fire_at_node(model, folder, options, truths)
     return report(chaos, status, leaks)
 
 
-def recorded(model: str, folder: Path, seed: int) -> list[Answer]:
+def recorded(model: str, folder: Path, bodies: list[dict]) -> list[Answer]:
     twin = Twin(model, folder / "twin.log", *ENGINE_ARGS)
     try:
         twin.wait_ready()
-        truths = asyncio.run(record(twin, seed))
+        truths = asyncio.run(record(twin, bodies))
     finally:
         twin.stop()
     assert not any(truth.error for truth in truths), [t.error for t in truths]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.chaos_peer import silences_s
 from bench.handoff import Peer
 from bench.interference import gaps_ms
 from bench.nixl_proxy import DECODE_SENT
@@ -29,3 +30,9 @@ def test_behind_a_proxy_it_counts_from_when_decode_was_sent_the_request():
 def test_a_stream_that_stands_still_at_the_end_has_a_gap():
     stream = Timed(0.0, [0.5, 1.0, 1.1, 9.0])
     assert gaps_ms([stream], 0.9, 5.0) == pytest.approx([500, 100, 3900])
+
+
+def test_a_silence_begins_at_a_kill_and_ends_with_anybodys_token():
+    at_s = [0.5, *(1.2, 1.3, 4.3, 4.4, 6.0, 8.0, 9.9), *(10.5, 10.6)]
+    assert silences_s(at_s, [1.0, 10.0], 11.0) == pytest.approx([3.0, 0.5])
+    assert silences_s([], [1.0], 11.0) == [10.0]
