@@ -10,6 +10,7 @@ begins a new life with a new boot id.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import math
@@ -189,20 +190,22 @@ class Engine:
         for process in self.processes():
             self._remember(private_segments(process.pid))
         make_private(self._run_dir)
-        self._ready_at_s = time.monotonic()
-        self.state = EngineState.READY
+        self.state = EngineState.WARMING
 
     async def prepare(self) -> None:
-        """On the loop, when ``start`` is done. Raises EngineFailed."""
+        """On the loop, when ``start`` is done: up to READY. Raises EngineFailed."""
         try:
             files = await self.client.collective_rpc_async(worker_extension.METHOD)
         except EngineDeadError as error:
             self.state = EngineState.FAILED
+            await asyncio.to_thread(self.kill)
             raise EngineFailed(
                 f"{self.engine_id} ended right after its start; its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
             ) from error
         self._remember({Path(file) for file in files if file})
+        self._ready_at_s = time.monotonic()
+        self.state = EngineState.READY
 
     def _remember(self, files: set[Path]) -> None:
         """They would stay if the engine were killed; the reaper can read of them too."""

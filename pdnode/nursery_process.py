@@ -63,11 +63,14 @@ def _deaf() -> None:
 
 
 def _import_everything() -> None:
-    from pdnode.vllm_compat import import_engine
+    from pdnode.vllm_compat import compile_logprobs, import_engine
 
     import_engine()
     import pdnode.connector.connector  # noqa: F401
 
+    # For engines of one core; others compile it in their workers, where a failure is told of.
+    with contextlib.suppress(Exception), openmp.one_thread():
+        compile_logprobs()
     # What was imported lives for ever: collections in the children need not walk it, and so do not
     # copy its pages either.
     gc.collect()

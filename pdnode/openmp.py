@@ -9,11 +9,26 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 THREADS = "OMP_NUM_THREADS"
 CORES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 """Of GNU's, of Intel's and of any OpenMP; vLLM sets one of them, and lists each core by its number."""
 NUMBER = re.compile(r"\d+")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch starts no other, and what it compiles is for one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def obey_in_children() -> None:

@@ -88,6 +88,7 @@ __all__ = [
     "VllmConfig",
     "build_async_llm",
     "cached_blocks",
+    "compile_logprobs",
     "connect_engine_core",
     "drop_in_flight",
     "engine_config",
@@ -351,6 +352,11 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.tracing.otel", "extract_trace_context", ("headers",)),
     ("vllm.envs", "enable_envs_cache", ()),
+    (
+        "vllm.v1.sample.sampler",
+        "Sampler.gather_logprobs",
+        ("logprobs", "num_logprobs", "token_ids"),
+    ),
 )
 
 
@@ -385,6 +391,22 @@ def import_engine() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     assert transformers.__version__
+
+
+def compile_logprobs(device: Any = "cpu") -> None:
+    """Compile what vLLM else compiles for a process's first request for logprobs, in seconds during
+    which no stream of that engine goes on. For every size of batch and vocabulary.
+
+    What was compiled holds for the number of threads that torch had, and for forks of the process.
+    """
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    with torch.inference_mode():
+        logprobs = torch.zeros(1, 512, device=device)
+        torch._dynamo.mark_dynamic(logprobs, 1)
+        tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        Sampler.gather_logprobs(logprobs, 1, tokens)
 
 
 def cached_blocks(kv_cache_manager: Any, request_id: str) -> int:

@@ -11,6 +11,9 @@ import importlib
 from typing import Any
 
 from pdnode.connector import generators
+from pdnode.vllm_compat import compile_logprobs, init_logger
+
+logger = init_logger(__name__)
 
 METHOD = "pdnode_made_ready"
 FILE_STORE = "file://"
@@ -22,8 +25,17 @@ class WorkerExtension:
         or "": vLLM leaves it behind when a worker is killed."""
         worker: Any = self
         generators.keep_states(worker.model_runner)
+        _warm(worker)
         init_method: str = worker.distributed_init_method
         return init_method.removeprefix(FILE_STORE) if init_method.startswith(FILE_STORE) else ""
+
+
+def _warm(worker: Any) -> None:
+    try:
+        compile_logprobs(worker.device)
+    except Exception:
+        # For example no C++ compiler on the machine: that costs nobody anything who asks for none.
+        logger.exception("a request for logprobs would end this engine; compiling for them failed")
 
 
 PATH = f"{__name__}.{WorkerExtension.__name__}"

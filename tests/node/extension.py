@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from torch._dynamo.utils import counters
+
 
 class Looking:
     def kind_of_generators(self) -> str:
         return type(self.model_runner.input_batch.generators).__name__
+
+    def graphs_compiled(self) -> int:
+        return counters["stats"]["unique_graphs"]

@@ -13,7 +13,7 @@ import random
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -256,9 +256,21 @@ def test_what_is_the_nodes_own_is_not_taken_from_a_client(node):
     assert settled(node)["load_failures"] == before["load_failures"]
 
 
+def of_each_worker(node: Node, method: Callable) -> list:
+    return node.http.post("/collective_rpc", json={"method": method.__name__}).json()["results"]
+
+
 def test_workers_are_extended_by_the_user_and_by_the_node(node):
-    answer = node.http.post("/collective_rpc", json={"method": Looking.kind_of_generators.__name__})
-    assert answer.json() == {"results": ["Generators", "Generators"]}
+    assert of_each_worker(node, Looking.kind_of_generators) == ["Generators", "Generators"]
+
+
+def test_the_first_request_for_logprobs_compiles_nothing(node):
+    """vLLM leaves that to the request, and all streams of the engine wait for seconds."""
+    before = of_each_worker(node, Looking.graphs_compiled)
+    assert all(before)
+    body = {"model": MODEL_NAME, "prompt": "hello", "max_tokens": 3, "logprobs": 2}
+    assert node.http.post("/v1/completions", json=body).status_code == 200
+    assert of_each_worker(node, Looking.graphs_compiled) == before
 
 
 def test_no_log_holds_a_prompt(node):
