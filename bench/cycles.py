@@ -53,7 +53,8 @@ def wait(condition: Callable[[], bool], within_s: float, what: str) -> None:
 
 
 def started(model: Path, log: Path) -> Node:
-    return Node(str(model), log, *ENGINE_ARGS)
+    # Always split: how many hand-offs there were says that all streams are on the decode engine.
+    return Node(str(model), log, *ENGINE_ARGS, "--split", "always")
 
 
 def reach(node: Node, phase: str) -> None:
@@ -116,7 +117,7 @@ def end(node: Node, signals: tuple[signal.Signals, ...]) -> tuple[int, float]:
 
 def left_of(boot_id: str, anonymous: frozenset[str] = frozenset()) -> list[str]:
     """What is there of a node, now."""
-    left = [f"process {pid}" for pid in reaper.marked(boot_id)] if boot_id else []
+    left = [f"process {process_text(pid)}" for pid in reaper.marked(boot_id)] if boot_id else []
     left += names_of(boot_id) if boot_id else []
     left += still_there(anonymous)
     if boot_id and (rundir.base_dir() / boot_id).exists():
@@ -124,10 +125,20 @@ def left_of(boot_id: str, anonymous: frozenset[str] = frozenset()) -> list[str]:
     return left
 
 
+def process_text(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        return f"{pid} ({command})"
+    return f"{pid} (ended just now)"
+
+
 def assert_gone(
     boot_id: str, anonymous: frozenset[str] = frozenset(), within_s: float = GONE_S
 ) -> None:
-    wait(lambda: not left_of(boot_id, anonymous), within_s, "nothing left of the node")
+    try:
+        wait(lambda: not left_of(boot_id, anonymous), within_s, "nothing left of the node")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {', '.join(left_of(boot_id, anonymous))}") from None
 
 
 def assert_free(port: int) -> None:
