@@ -32,6 +32,8 @@ from bench.tiny_models import tiny_llama
 
 CALM_S = 120.0
 IN_SMALL_SHM = "PDNODE_BENCH_SMALL_SHM"
+RECOVERIES = {"SIGKILL": ("engine", "worker"), "SIGTERM": ("term",), "SIGSTOP": ("stop",)}
+"""A stopped engine is known for one after --health-timeout, and not sooner."""
 ASK_AGAIN_S = 1.0
 """After an error: not to count one outage a thousand times."""
 LEAVE_WITHIN_S = 4.0
@@ -125,34 +127,41 @@ class Tally:
     failed: list[str] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)
     left: int = 0
-    recovery_s: list[float] = field(default_factory=list)
+    recovered: list[tuple[str, float]] = field(default_factory=list)
+    """Kind of fault, and seconds from it to the next token of a stream."""
     hit: int = 0
     """Failed, and were running when an engine was killed."""
     timed_out: int = 0
     at_s: list[float] = field(default_factory=list)
     """When anybody got anything."""
 
-    def judge(self, number: int, answer: Answer, truth: Answer, fault_times_s: list[float]) -> None:
+    @property
+    def recovery_s(self) -> list[float]:
+        return [seconds for _, seconds in self.recovered]
+
+    def judge(
+        self, number: int, answer: Answer, truth: Answer, faults: list[tuple[float, str]]
+    ) -> None:
         self.asked += 1
         self.at_s += answer.at_s
         if answer.error:
             self.failed.append(f"request {number}: {answer.error}")
-            self.hit += any(answer.sent_s <= at <= time.monotonic() for at in fault_times_s)
+            self.hit += any(answer.sent_s <= at <= time.monotonic() for at, _ in faults)
             self.timed_out += "Timeout" in answer.error
         elif difference := answer.difference(truth):
             self.differ.append(f"request {number}: {difference}")
-        self._recovery(answer, fault_times_s)
+        self._recovery(answer, faults)
 
-    def _recovery(self, answer: Answer, fault_times_s: list[float]) -> None:
-        """Kill to next token, for streams that paused over a kill."""
+    def _recovery(self, answer: Answer, faults: list[tuple[float, str]]) -> None:
+        """Fault to next token, for streams that paused over one."""
         gaps = list(zip(answer.at_s, answer.at_s[1:], strict=False))
         if len(gaps) < 10:
             return
         usual = statistics.median(b - a for a, b in gaps)
-        for fault_s in fault_times_s:
+        for fault_s, kind in faults:
             for a, b in gaps:
                 if a <= fault_s < b and b - a > max(5 * usual, 0.05):
-                    self.recovery_s.append(b - fault_s)
+                    self.recovered.append((kind, b - fault_s))
 
 
 class Chaos:
@@ -207,7 +216,7 @@ class Chaos:
             else:
                 if answer.error:
                     answer.error += f" (after {time.monotonic() - self._begin_s:.0f} s)"
-                self.tally.judge(number, answer, self._truths[number], self.faults.times_s)
+                self.tally.judge(number, answer, self._truths[number], self.faults.at)
                 if answer.error:
                     await asyncio.sleep(ASK_AGAIN_S)
 
@@ -247,7 +256,6 @@ def left_behind(boot_id: str) -> list[str]:
 def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
     """Print the table; 0 if nothing failed, differed or leaked."""
     tally, faults = chaos.tally, chaos.faults.done
-    recovery = sorted(tally.recovery_s)
     rows = [
         ("requests answered", tally.asked),
         ("clients that left", tally.left),
@@ -259,11 +267,12 @@ def report(chaos: Chaos, status: dict, leaks: list[str]) -> int:
         ("tokens recomputed by resumes", status["counters"]["resume_recomputed_tokens"]),
         ("tokens recomputed otherwise", status["counters"]["recomputed_prompt_tokens"]),
         ("prefix copies that failed", status["counters"]["prefix_failures"]),
-        ("streams hit", len(recovery)),
     ]
-    if recovery:
-        rows.append(("recovery p50", f"{statistics.median(recovery):.2f} s"))
-        rows.append(("recovery max", f"{recovery[-1]:.2f} s"))
+    for what, kinds in RECOVERIES.items():
+        if seconds := [s for kind, s in tally.recovered if kind in kinds]:
+            p50 = statistics.median(seconds)
+            told = f"p50 {p50:.2f} s, max {max(seconds):.2f} s, {len(seconds)} streams"
+            rows.append((f"recovery after {what}", told))
     rows.append(("leaks", "; ".join(leaks) or "none"))
     for name, value in rows:
         print(f"{name:<32} {value}")

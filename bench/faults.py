@@ -39,7 +39,12 @@ class Faults:
         self._kinds = kinds
         self._rng = rng
         self.done: Counter[str] = Counter()
-        self.times_s: list[float] = []
+        self.at: list[tuple[float, str]] = []
+        """When each was done to an engine, and its kind."""
+
+    @property
+    def times_s(self) -> list[float]:
+        return [at_s for at_s, _ in self.at]
 
     async def one(self) -> None:
         kind = self._rng.choice(self._kinds)
@@ -59,7 +64,7 @@ class Faults:
             "stop": (worker, signal.SIGSTOP),
             "term": (engine["pid"], signal.SIGTERM),
         }[kind]
-        self.times_s.append(time.monotonic())
+        self.at.append((time.monotonic(), kind))
         os.kill(pid, number)
         self.done[f"{kind} {engine['role']}"] += 1
         print(f"  {kind} of {engine['id']} (pid {pid})", flush=True)
