@@ -187,7 +187,7 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
             decode_policy=own.decode_policy,
             split=own.split,
             share_prefixes=all(
-                kvpath.between(own.kv_path, a.device, b.device) in kvpath.MAPPED
+                kvpath.shares_prefixes(kvpath.between(own.kv_path, a.device, b.device), own.strict)
                 for a, b in itertools.permutations(engines, 2)
             ),
         ),

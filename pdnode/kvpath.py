@@ -29,6 +29,9 @@ MAPPED = frozenset({SHM, CUDA_IPC})
 
 PIPE_SLOTS, PIPE_SLOT_BYTES = 16, 512 << 10
 """Of the ring that a staged hand-off goes through, one per ordered pair of engines and rank."""
+REQUEST_SLOTS, REQUEST_SLOT_BYTES = 4, 64 << 10
+"""Of the ring for requests beside it. One in at most half of it is there when the owner is woken: 8,000
+blocks of a prefix."""
 CHUNK_BYTES = (2 << 20) - 4096
 """Of one tensor in it, at most: with its header a quarter of the ring, so that one is sent while
 another is received. Each costs some tens of microseconds at both ends, whatever its size."""
@@ -40,6 +43,15 @@ FAKE_DRIVER = "PDNODE_FAKE_CUDA"
 def between(asked: str, owner: Device, reader: Device) -> str:
     """How ``reader`` gets at the KV of ``owner``."""
     return owner.kv_path_to(reader) if asked == AUTO else asked
+
+
+def shares_prefixes(path: str, strict: bool) -> bool:
+    """Whether a reader may take, over this path, what nobody keeps for it.
+
+    While the owner has to send, blocks are handed out more often before they are copied: a load that
+    failed, which under ``--strict`` ends its request.
+    """
+    return path in MAPPED or not strict
 
 
 def prepared(asked: str, assignment: Assignment) -> Assignment:
@@ -104,8 +116,10 @@ def _without_peer_access(engines: Sequence[EngineSpec]) -> Iterable[tuple[Engine
 
 
 def pipe_bytes(asked: str, prefill: Sequence[Device], decode: Sequence[Device]) -> int:
-    """Shared memory of the rings from every prefill to every decode engine, on CPU."""
+    """Shared memory of the rings from every engine to every other, on CPU: prefixes go all ways."""
     if asked != STAGED:
         return 0
     ranks = max((len(d.rank_cores) for d in prefill if isinstance(d, CpuDevice)), default=0)
-    return len(prefill) * len(decode) * ranks * PIPE_SLOTS * PIPE_SLOT_BYTES
+    engines = len(prefill) + len(decode)
+    one_way = PIPE_SLOTS * PIPE_SLOT_BYTES + REQUEST_SLOTS * REQUEST_SLOT_BYTES
+    return engines * (engines - 1) * ranks * one_way

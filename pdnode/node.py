@@ -282,6 +282,7 @@ class Node:
                     {self.config.kv_path(spec, reader): None for reader in self.config.engines}
                 ),
                 ranks=tuple(engine.tensor_parallel_size for engine in self.config.engines),
+                strict=self.config.strict,
                 kv_heads=template.model_config.get_total_num_kv_heads(),
                 pool_name=self._pool_name,
             )

@@ -13,11 +13,13 @@ later than vLLM's own prefix cache, which knows blocks before they are computed.
 
 Nothing pins a peer's block. The load is in the same step as the look-up, so its owner would hear of
 a pin when the copy is done; and what it evicts meanwhile has another generation, which the reader
-sees after the copy.
+sees after the copy. So it is over the staged path too: there the owner's worker sends, which knows no
+more of a request than we do.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING
 from ipc.errors import IndexFull
 from pdnode.connector.metadata import LoadReport, PrefixLoad
 from pdnode.connector.settings import ConnectorSettings
-from pdnode.kvpath import MAPPED
+from pdnode.kvpath import MAPPED, shares_prefixes
 from pdnode.vllm_compat import init_logger
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+LEFT_ALONE_S = 2.0
+"""A peer that has to send, after a copy from it failed: it may be slow, stopped, or short of blocks."""
 REMEMBERED = 4
 """Evicted hashes that are remembered, as a multiple of the engine's blocks: did they come back?"""
 
@@ -61,11 +65,10 @@ class Prefixes:
         self._index = index
         self._table = index.prefixes
         self._block_size = block_size
-        self._peers = [
-            slot
-            for slot, path in enumerate(settings.kv_paths)
-            if slot != settings.slot and path in MAPPED
-        ]
+        self._mapped = {slot for slot, path in enumerate(settings.kv_paths) if path in MAPPED}
+        self._peers = [slot for slot in range(len(settings.kv_paths)) if self._may_read(slot)]
+        self._left_alone: dict[int, float] = {}
+        """Slot -> until when, in monotonic seconds."""
         self._blocks: BlockPool
         self._unsure: Container[str]
         self._hashes_of_pool: object = None
@@ -109,13 +112,27 @@ class Prefixes:
         keys = request.block_hashes[first:last]
         if not keys:
             return 0
-        lengths = self._table.lengths(keys, self._peers)
-        peer = max(lengths, key=lengths.__getitem__)
-        if not lengths[peer]:
+        lengths = self._table.lengths(keys, self._now_read())
+        peer = max(lengths, key=lambda slot: (lengths[slot], slot in self._mapped), default=None)
+        if peer is None or not lengths[peer]:
             return 0
         held = self._table.take(keys[: lengths[peer]], peer)
         self._matched[request.request_id] = (local_tokens, held)
         return len(held.blocks) * self._block_size
+
+    def _may_read(self, slot: int) -> bool:
+        settings = self._settings
+        # The staged path knows whole pages only.
+        like_ours = settings.ranks_of(slot) == settings.ranks_of(settings.slot)
+        shared = shares_prefixes(settings.kv_path_from(slot), settings.strict)
+        return slot != settings.slot and shared and (slot in self._mapped or like_ours)
+
+    def _now_read(self) -> list[int]:
+        if not self._left_alone:
+            return self._peers
+        now = time.monotonic()
+        self._left_alone = {slot: t for slot, t in self._left_alone.items() if t > now}
+        return [slot for slot in self._peers if slot not in self._left_alone]
 
     def allocated(
         self,
@@ -170,6 +187,8 @@ class Prefixes:
             request, load = loads[request_id]
             _computed_after_all(request, load.tokens)
             logger.warning("a prefix of %s was not taken: %s", request_id, line.reason)
+            if load.held.owner not in self._mapped:
+                self._left_alone[load.held.owner] = time.monotonic() + LEFT_ALONE_S
         served = [load for rid, (_, load) in loads.items() if rid not in failed]
         self._index.add_counters(
             self._settings.slot,

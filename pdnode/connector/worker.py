@@ -179,7 +179,7 @@ class WorkerHalf:
             self._report.done.append(self._pool.load(load))
             return
         path = self._path_from(load.entry.owner)
-        path.connect(load.entry.owner, load.entry.boot_id)
+        path.connect(load)
         self._check(load)
         begin_ns = time.monotonic_ns()
         nbytes = path.load(load)

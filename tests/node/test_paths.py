@@ -39,11 +39,19 @@ def prompt(name: object, length: int) -> list[int]:
 
 
 def ask(server: Server, tokens: list[int], max_tokens: int = 24) -> list[int]:
+    return answer(server, tokens, max_tokens)["choices"][0]["token_ids"]
+
+
+def answer(server: Server, tokens: list[int], max_tokens: int) -> dict:
     body = {"model": MODEL_NAME, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    answer = server.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["token_ids"]
+    answered = server.http.post("/v1/completions", json=body)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def next_turn(first_answer: list[int]) -> list[int]:
+    return [*FIRST_TURN, *first_answer, *prompt("next turn", 50)]
 
 
 def ask_crowd(server: Server, name: object) -> list[list[int]]:
@@ -53,10 +61,16 @@ def ask_crowd(server: Server, name: object) -> list[list[int]]:
         return list(pool.map(lambda tokens: ask(server, tokens, CROWD_TOKENS), prompts))
 
 
+FIRST_TURN, TURN_ANSWER = prompt("first turn", 300), 140
+"""Two full blocks of prompt, and a third of prompt and answer, which only decode holds."""
+
+
 @pytest.fixture(scope="module")
 def expected(twin: Twin) -> dict:
     """Plain vLLM's answers."""
     answers: dict = {n: ask(twin, prompt(n, n)) for n in LENGTHS}
+    answers["first turn"] = ask(twin, FIRST_TURN, TURN_ANSWER)
+    answers["next turn"] = ask(twin, next_turn(answers["first turn"]))
     return answers | {name: ask_crowd(twin, name) for name in ("calm", "killed")}
 
 
@@ -109,6 +123,19 @@ def test_answers_are_plain_vllms(node: Node, expected: dict, block_bytes: int, l
     assert after["paths"][0]["handoffs"] == before["paths"][0]["handoffs"] + 1
     moved = after["counters"]["handoff_bytes"] - before["counters"]["handoff_bytes"]
     assert moved == -(-length // BLOCK) * block_bytes
+
+
+def test_the_next_turn_computes_nothing_of_the_answer_before(node: Node, expected: dict) -> None:
+    first = ask(node, FIRST_TURN, TURN_ANSWER)
+    assert first == expected["first turn"]
+    before = node.status()["counters"]
+    told = answer(node, next_turn(first), len(expected["next turn"]))
+    assert told["choices"][0]["token_ids"] == expected["next turn"]
+    after = node.status()["counters"]
+    assert after["prefix_pulls"] == before["prefix_pulls"] + 1
+    assert after["prefix_tokens"] == before["prefix_tokens"] + BLOCK
+    assert after["prefix_failures"] == before["prefix_failures"]
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * BLOCK
 
 
 def test_a_crowd_is_answered_as_one_by_one(node: Node, expected: dict) -> None:

@@ -1,7 +1,7 @@
 """Owner and reader of a staged path without engines, for test_staged.py.
 
 ``own`` is an owner in a process of its own, whose index is there already; it offers all its blocks
-as transfer ``t`` and says when it serves.
+as transfer ``t``, shows block n as prefix ``key(n)``, and says when it serves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ipc.index import Index
 from ipc.memory import HostRegion
 from ipc.records import KVLayout, RegionRecord, Role, State
-from pdnode.connector.metadata import Load
+from pdnode.connector.metadata import Load, PrefixLoad
 from pdnode.connector.paths.base import Home
 from pdnode.connector.paths.serving import Server
 from pdnode.connector.paths.staged import StagedPath
@@ -30,6 +30,10 @@ LAYOUTS = {
     "LB": lambda blocks: KVLayout(blocks, LAYERS, PAGE, PAGE, blocks * PAGE),
     "BL": lambda blocks: KVLayout(blocks, LAYERS, PAGE, LAYERS * PAGE, PAGE),
 }
+
+
+def key(content: object) -> bytes:
+    return f"content {content}".encode()
 
 
 def make_index(prefix: str) -> Index:
@@ -78,7 +82,12 @@ class Half:
 
     def serve(self) -> Server:
         self.bytes[:] = np.random.default_rng(0).integers(0, 256, self.region.nbytes, np.uint8)
+        self.index.prefixes.own(blocks=self.layout.num_blocks, boot_id=BOOT, flag="--kv")
         return Server(self.home, self.region.name)
+
+    def show(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.index.prefixes.publish(key(block), block)
 
     def offer(self, name: str, blocks: list[int]):
         return self.index.insert(
@@ -98,6 +107,11 @@ class Half:
         assert entry is not None
         return Load(name, entry, tuple(src), tuple(dst), len(src))
 
+    def found(self, contents: list, dst: list[int]) -> PrefixLoad:
+        held = self.index.prefixes.take([key(content) for content in contents], OWNER)
+        assert len(held.blocks) == len(dst)
+        return PrefixLoad("r", held, tuple(dst), len(dst))
+
     def block(self, number: int) -> bytes:
         """All layers of one block."""
         first = self.layout.base_offset_bytes + number * self.layout.block_stride_bytes
@@ -110,6 +124,7 @@ def own(prefix: str, order: str, serving: Connection) -> None:
     owner = Half(prefix, OWNER, LAYOUTS[order](OWNER_BLOCKS))
     server = owner.serve()
     owner.offer("t", list(range(OWNER_BLOCKS)))
+    owner.show(list(range(OWNER_BLOCKS)))
     serving.send("serving")
     threading.Event().wait()
     server.close()

@@ -1,4 +1,4 @@
-"""The worker half copies a prefix out of a peer's memory, and notices when it was given away."""
+"""The worker half takes a prefix of a peer, by whatever path, and notices when it was given away."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def prefix():
 
 
 class Half:
-    def __init__(self, prefix: str, slot: int) -> None:
+    def __init__(self, prefix: str, slot: int, path: str) -> None:
         settings = ConnectorSettings(
             node_pid=os.getpid(), index_name=f"{prefix}.index", segment_prefix=f"{prefix}.e{slot}",
             engine_id=f"e{slot}", slot=slot, boot_id=slot + 1, lease_s=9, fingerprint="ab" * 32,
-            kv_paths=("shm", "shm"),
+            kv_paths=(path, path), kv_served=(path,),
         )  # fmt: skip
         self.index = Index.attach(settings.index_name, me=slot)
         self.index.prefixes.own(blocks=BLOCKS, boot_id=slot + 1, flag="--kv")
@@ -51,10 +51,10 @@ class Half:
         self.index.close()
 
 
-@pytest.fixture
-def halves(prefix):
+@pytest.fixture(params=["shm", "staged"])
+def halves(prefix, request):
     node = index_of(2, entries=16, name=f"{prefix}.index")
-    owner, reader = Half(prefix, 0), Half(prefix, 1)
+    owner, reader = (Half(prefix, slot, request.param) for slot in (0, 1))
     for number in range(BLOCKS):
         for i, layer in enumerate(owner.layers):
             layer[number] = 10 * i + number
@@ -83,6 +83,26 @@ def test_blocks_of_a_prefix_are_copied_where_they_belong(halves):
     ]
     assert [reader.block(n) for n in (6, 1, 4)] == [owner.block(n) for n in (3, 7, 2)]
     assert reader.worker.take_failed_blocks() == set()
+
+
+def test_a_block_that_is_given_away_while_it_is_copied_fails_the_load(halves, monkeypatch):
+    """Between the look before the copy and the one after it."""
+    owner, reader = halves
+    for key, block in zip(HASHES, (3, 7, 2), strict=False):
+        owner.index.prefixes.publish(key, block)
+    load = load_of(reader, 3)
+    checks = []
+
+    def check_and_give_away(load: PrefixLoad) -> None:
+        WorkerHalf._check(reader.worker, load)
+        checks.append(load)
+        owner.index.prefixes.withdraw(2)
+
+    monkeypatch.setattr(reader.worker, "_check", check_and_give_away)
+    reader.worker.load([load])
+    report = reader.worker.take_report()
+    assert (report.done, len(report.failed), len(checks)) == ([], 1, 1)
+    assert reader.worker.take_failed_blocks() == {6, 1, 4}
 
 
 def test_a_block_that_was_given_away_fails_the_load(halves):

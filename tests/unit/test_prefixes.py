@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from ipc.index import Index
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
-from pdnode.connector.prefixes import Prefixes
+from pdnode.connector.prefixes import LEFT_ALONE_S, Prefixes
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.prefixes import Prefixes as Seen
 from pdnode.vllm_compat import EngineCoreRequest
@@ -73,6 +74,26 @@ def engines(index):
         half.bind_block_pool(Pool(), half._loading)
         halves.append(half)
     yield halves
+    for half in halves:
+        half._index.close()
+
+
+@pytest.fixture
+def reading(index):
+    """A half in slot 1 that reads slot 0 by the given path."""
+    halves = []
+
+    def make(path: str, **more) -> Prefixes:
+        settings = ConnectorSettings(
+            node_pid=0, index_name=index.name, segment_prefix="", engine_id="e1", slot=1,
+            boot_id=2, lease_s=9, fingerprint="", kv_paths=(path, path), **more,
+        )  # fmt: skip
+        half = Prefixes(settings, Index.attach(index.name, me=1), BLOCK)
+        half._blocks = Pool()
+        halves.append(half)
+        return half
+
+    yield make
     for half in halves:
         half._index.close()
 
@@ -212,6 +233,40 @@ def test_without_vllms_prefix_cache_there_is_none_here(engines):
     compute(owner, first, len(PROMPT))
     owner.finished("a")
     assert reader.match(Request("b", PROMPT), 0) == 0
+
+
+@pytest.mark.parametrize(
+    "path, more, takes",
+    [
+        ("staged", {}, True),
+        ("staged", {"strict": True}, False),
+        ("staged", {"ranks": (2, 1)}, False),
+        ("shm", {"strict": True}, True),
+        ("shm", {"ranks": (2, 1)}, True),
+    ],
+)
+def test_what_is_taken_by_which_path(engines, reading, path, more, takes):
+    owner = engines[0]
+    begin(owner, first := Request("a", PROMPT), [4, 5, 6, 7])
+    compute(owner, first, len(PROMPT))
+    owner.finished("a")
+    assert reading(path, **more).match(Request("b", PROMPT), 0) == 3 * BLOCK * takes
+
+
+@pytest.mark.parametrize("path, asked_again", [("staged", False), ("shm", True)])
+def test_a_peer_that_did_not_send_is_left_alone_for_a_while(
+    engines, reading, monkeypatch, path, asked_again
+):
+    owner, reader = engines[0], reading(path)
+    begin(owner, first := Request("a", PROMPT), [4, 5, 6, 7])
+    compute(owner, first, len(PROMPT))
+    owner.finished("a")
+    begin(reader, Request("b", PROMPT), [1, 2, 3, 8])
+    reader.loaded(LoadReport(failed=[LoadFailed("b", 48, "silent")]))
+    assert reader.match(Request("c", PROMPT), 0) == 3 * BLOCK * asked_again
+    later_s = time.monotonic() + LEFT_ALONE_S
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert reader.match(Request("d", PROMPT), 0) == 3 * BLOCK
 
 
 # --- what the front end sees -----------------------------------------------------------------------

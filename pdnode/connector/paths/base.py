@@ -15,7 +15,7 @@ from ipc.errors import LookupFault, PeerGone, RegionRefused
 from ipc.heads import HeadSlice, head_reads
 from ipc.index import Index
 from ipc.records import KVLayout, RegionRecord, State
-from pdnode.connector.metadata import Load
+from pdnode.connector.metadata import Load, PrefixLoad
 from pdnode.connector.settings import ConnectorSettings
 
 
@@ -84,22 +84,23 @@ class KvPath(ABC):
         self._home = home
         self._peers: dict[int, tuple[int, Any]] = {}
 
-    def connect(self, owner: int, boot_id: int) -> Any:
+    def connect(self, load: Load | PrefixLoad) -> Any:
         """The peer, connected now or before. Raises IpcError."""
+        owner, boot_id = load.entry.owner, load.entry.boot_id
         known = self._peers.get(owner)
         if known is not None and known[0] == boot_id:
             return known[1]
         self.close_peer(owner)
-        peer = self._open(owner, boot_id)
+        peer = self._open(load)
         self._peers[owner] = (boot_id, peer)
         return peer
 
-    def load(self, load: Load) -> int:
+    def load(self, load: Load | PrefixLoad) -> int:
         """Copy the load's blocks into ours: the bytes moved. Raises IpcError.
 
         Whether they were still the entry's is for the caller to ask, afterwards.
         """
-        return self._copy(load, self.connect(load.entry.owner, load.entry.boot_id))
+        return self._copy(load, self.connect(load))
 
     def close_peer(self, owner: int) -> None:
         known = self._peers.pop(owner, None)
@@ -117,10 +118,10 @@ class KvPath(ABC):
             self.close_peer(owner)
 
     @abstractmethod
-    def _open(self, owner: int, boot_id: int) -> Peer: ...
+    def _open(self, load: Load | PrefixLoad) -> Peer: ...
 
     @abstractmethod
-    def _copy(self, load: Load, peer: Any) -> int: ...
+    def _copy(self, load: Load | PrefixLoad, peer: Any) -> int: ...
 
     @abstractmethod
     def _gone(self, owner: int, boot_id: int, peer: Any) -> bool: ...

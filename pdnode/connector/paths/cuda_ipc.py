@@ -14,7 +14,7 @@ from ipc.cuda.device import Device, device_of
 from ipc.cuda.memory import CudaRegion, close_dead
 from ipc.errors import PeerGone
 from ipc.records import KVLayout
-from pdnode.connector.metadata import Load
+from pdnode.connector.metadata import Load, PrefixLoad
 from pdnode.connector.paths.base import Home, KvPath
 from pdnode.connector.paths.movers import COPY_S, DRAIN_S, engine_stream
 
@@ -41,7 +41,8 @@ class CudaIpcPath(KvPath):
         self._device: Device = device_of(home.region.address)
         self._copier = CudaCopier(self._device)
 
-    def _open(self, owner: int, boot_id: int) -> MappedRegion:
+    def _open(self, load: Load | PrefixLoad) -> MappedRegion:
+        owner, boot_id = load.entry.owner, load.entry.boot_id
         record = self._home.record(owner, boot_id)
         settings = self._home.settings
         if owner == settings.slot:
@@ -55,7 +56,7 @@ class CudaIpcPath(KvPath):
         )
         return MappedRegion(region, record.layout, boot_id, own=False)
 
-    def _copy(self, load: Load, peer: MappedRegion) -> int:
+    def _copy(self, load: Load | PrefixLoad, peer: MappedRegion) -> int:
         pieces = plan(peer.layout, self._home.layout, load.src_blocks, load.dst_blocks)
         return self._copier.copy(
             pieces, peer.region, self._home.region, after=engine_stream(), timeout_s=COPY_S

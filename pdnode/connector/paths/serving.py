@@ -2,7 +2,8 @@
 
 It sleeps on a socket until a reader knocks, sends one chunk a turn of every transfer in progress,
 and never waits for a reader: a full ring is tried again later, so none can hold up another. A chunk
-is read only while the entry pins its blocks; the reader asks once more when it has them.
+is read only while the entry pins its blocks, or while the prefix table says that they hold what they
+did; the reader asks once more when it has them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ipc.copy import Strip, plan
 from ipc.errors import IpcError, PipeError, WaitTimeout
 from ipc.index import Index
 from ipc.pipe import RECEIVE, SEND, KVPipe
+from ipc.prefixes import Held
 from ipc.records import Entry
 from pdnode.connector.paths import wire
 from pdnode.connector.paths.base import Home
@@ -42,8 +44,8 @@ SHORTEST_S, LONGEST_S = 50e-6, 1e-3
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-Frame = tuple[torch.Tensor | None, Entry | None]
-"""What to send next, and the entry that must still hold its blocks when it is sent."""
+Frame = tuple[torch.Tensor | None, Entry | Held | None]
+"""What to send next, and what must still hold its blocks when it is sent."""
 
 
 class Source:
@@ -65,20 +67,26 @@ class Source:
         """The answer to a request. A chunk lies in the KV itself, or in ``buffer`` until the next one
         is asked for.
         """
-        entry = self._entry(request)
-        refusal = self._refusal(request, entry)
+        asked = self._asked(request)
+        refusal = self._refusal(request, asked)
         cuts = [] if refusal else [*self._cuts(request)]
         nbytes = self._layout.num_layers * self._layout.page_bytes * len(request.blocks)
         yield wire.Answer(request.number, refusal, len(cuts), nbytes).pack(), None
         for cut in cuts:
-            assert entry is not None
-            yield self._gathered(request, cut, buffer) if self.holds(entry) else None, entry
+            assert asked is not None
+            part = asked.part(*cut.span) if isinstance(asked, Held) else asked
+            yield self._gathered(request, cut, buffer) if self.holds(part) else None, part
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, asked: Entry | Held) -> bool:
         """May its blocks still be read?"""
-        return self._index.validate(entry)
+        if isinstance(asked, Held):
+            return self._index.prefixes.still(asked) == len(asked.blocks)
+        return self._index.validate(asked)
 
-    def _entry(self, request: wire.Request) -> Entry | None:
+    def _asked(self, request: wire.Request) -> Entry | Held | None:
+        """None: no such entry."""
+        if request.generations:
+            return Held(self._slot, request.boot_id, request.blocks, request.generations)
         deadline = time.monotonic() + PUBLISHING_S
         while (entry := self._index.select(request.transfer_id, self._slot)) is None:
             if time.monotonic() > deadline:
@@ -86,16 +94,18 @@ class Source:
             time.sleep(SHORTEST_S)
         return entry
 
-    def _refusal(self, request: wire.Request, entry: Entry | None) -> wire.Refusal:
+    def _refusal(self, request: wire.Request, asked: Entry | Held | None) -> wire.Refusal:
         if request.boot_id != self._boot_id:
             return wire.Refusal.OTHER_BOOT
-        if entry is None or entry.generation != request.generation:
+        by_entry = isinstance(asked, Entry)
+        if asked is None or (by_entry and asked.generation != request.generation):
             return wire.Refusal.GIVEN_UP
-        if not request.blocks or not set(request.blocks) <= set(entry.block_ids):
+        theirs = set(asked.block_ids) if by_entry else range(self._layout.num_blocks)
+        if not request.blocks or not all(block in theirs for block in request.blocks):
             return wire.Refusal.OTHER_BLOCKS
         if request.page_bytes != self._layout.page_bytes:
             return wire.Refusal.OTHER_LAYOUT
-        return wire.Refusal.NONE
+        return wire.Refusal.NONE if self.holds(asked) else wire.Refusal.GIVEN_UP
 
     def _cuts(self, request: wire.Request) -> Iterator[wire.Chunk]:
         layout = self._layout
@@ -151,8 +161,8 @@ class Line:
         """
         if not self._sending and not self._begin(look):
             return False
-        tensor, entry = self._frame
-        if entry is not None and not self._source.holds(entry):
+        tensor, asked = self._frame
+        if asked is not None and not self._source.holds(asked):
             tensor, self._frames = None, iter(())  # given up, perhaps while the ring was full
         try:
             self._data.send_tensor(tensor, 0)

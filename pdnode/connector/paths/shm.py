@@ -14,7 +14,7 @@ from ipc.heads import HeadSlice
 from ipc.memory import HostRegion
 from ipc.records import KVLayout
 from ipc.segment import SHM_DIR
-from pdnode.connector.metadata import Load
+from pdnode.connector.metadata import Load, PrefixLoad
 from pdnode.connector.paths.base import Home, KvPath
 
 
@@ -43,8 +43,8 @@ class ShmPath(KvPath):
         super().__init__(home)
         self._copier = HostCopier()
 
-    def _open(self, owner: int, boot_id: int) -> MappedEngine:
-        engine = MappedEngine([])
+    def _open(self, load: Load | PrefixLoad) -> MappedEngine:
+        owner, boot_id, engine = load.entry.owner, load.entry.boot_id, MappedEngine([])
         try:
             for rank, heads in self._home.reads(owner):
                 engine.segments.append(self._map(owner, boot_id, rank, heads))
@@ -59,7 +59,7 @@ class ShmPath(KvPath):
         region = HostRegion.attach(record, fingerprint, boot_id)
         return MappedSegment(region, record.layout, heads)
 
-    def _copy(self, load: Load, peer: MappedEngine) -> int:
+    def _copy(self, load: Load | PrefixLoad, peer: MappedEngine) -> int:
         return sum(
             self._copier.copy(
                 plan(s.layout, self._home.layout, load.src_blocks, load.dst_blocks, s.heads),

@@ -1,8 +1,9 @@
 """What the two ends of a staged path say to each other. Every message is one tensor in a pipe.
 
-    reader -> owner   request   blocks of one transfer, as this entry shows them
+    reader -> owner   request   blocks of one transfer, as this entry shows them; or blocks by what they
+                                hold, as their generations in the owner's prefix table tell
     owner -> reader   answer    int64 [number, refusal, chunks, bytes]
-                      chunks    uint8 [bytes] each; or None: the entry has ended meanwhile
+                      chunks    uint8 [bytes] each; or None: the blocks were given up meanwhile
 
 A chunk is some layers of some blocks, packed as [layers, blocks, page]. Both ends cut in the same
 way, so nothing but the bytes is sent with it. Numbers count the requests of one connection.
@@ -23,8 +24,8 @@ from ipc.errors import CopyRefused, IpcError, PeerGone, PipeError, StaleRead
 from ipc.records import KVLayout
 from pdnode.kvpath import CHUNK_BYTES
 
-REQUEST_SLOTS, REQUEST_SLOT_BYTES = 4, 4096
-_REQUEST = struct.Struct("=4QII")  # number, boot, generation, page bytes, id bytes, blocks
+# Number, boot, generation, page bytes; bytes of the id; how many blocks, and generations.
+_REQUEST = struct.Struct("=4QIII")
 
 
 class Refusal(enum.IntEnum):
@@ -40,14 +41,17 @@ class Refusal(enum.IntEnum):
 REASONS: dict[Refusal, tuple[type[IpcError], str]] = {
     Refusal.GIVEN_UP: (StaleRead, "its owner has given it up"),
     Refusal.OTHER_BOOT: (PeerGone, "its owner is another boot of that engine"),
-    Refusal.OTHER_BLOCKS: (CopyRefused, "the blocks asked for are not in its entry"),
+    Refusal.OTHER_BLOCKS: (CopyRefused, "the blocks asked for are not in its entry, or not there"),
     Refusal.OTHER_LAYOUT: (CopyRefused, "the pages of the two engines differ in size"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``blocks`` of the owner, in the order in which the reader wants them."""
+    """``blocks`` of the owner, in the order in which the reader wants them.
+
+    Of the entry ``transfer_id`` in its ``generation``; or, with ``generations``, one each, of nobody's.
+    """
 
     number: int
     boot_id: int
@@ -55,13 +59,17 @@ class Request:
     page_bytes: int
     transfer_id: str
     blocks: tuple[int, ...]
+    generations: tuple[int, ...] = ()
 
     def pack(self) -> torch.Tensor:
         name = self.transfer_id.encode()
         head = _REQUEST.pack(
-            self.number, self.boot_id, self.generation, self.page_bytes, len(name), len(self.blocks)
-        )
-        raw = head + np.asarray(self.blocks, np.int64).tobytes() + name
+            self.number, self.boot_id, self.generation, self.page_bytes, len(name), len(self.blocks),
+            len(self.generations),
+        )  # fmt: skip
+        numbers = np.asarray(self.blocks, np.int64).tobytes()
+        numbers += np.asarray(self.generations, np.uint64).tobytes()
+        raw = head + numbers + name
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
@@ -70,12 +78,17 @@ class Request:
         raw = b"" if tensor is None else tensor.numpy().tobytes()
         if len(raw) < _REQUEST.size:
             raise PipeError(f"a request of {len(raw)} bytes, at least {_REQUEST.size}")
-        *numbers, name_bytes, count = _REQUEST.unpack_from(raw)
-        at = _REQUEST.size + 8 * count
-        if len(raw) != at + name_bytes:
-            raise PipeError(f"a request of {len(raw)} bytes that names {at + name_bytes}")
+        *numbers, name_bytes, count, held = _REQUEST.unpack_from(raw)
+        between = _REQUEST.size + 8 * count
+        at = between + 8 * held
+        if len(raw) != at + name_bytes or held not in (0, count):
+            raise PipeError(
+                f"a request of {len(raw)} bytes that names {at + name_bytes}, for {count} blocks and "
+                f"{held} generations"
+            )
         blocks = np.frombuffer(raw, np.int64, count, _REQUEST.size)
-        return cls(*numbers, raw[at:].decode(), tuple(blocks.tolist()))
+        generations = np.frombuffer(raw, np.uint64, held, between)
+        return cls(*numbers, raw[at:].decode(), (*blocks.tolist(),), (*generations.tolist(),))
 
 
 class Answer(NamedTuple):
@@ -113,8 +126,13 @@ class Chunk(NamedTuple):
         base = whole.base_offset_bytes + skipped
         return replace(whole, num_layers=self.layers, base_offset_bytes=base)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Of the requested blocks."""
+        return self.first, self.first + self.count
+
     def of(self, blocks: Sequence[int]) -> Sequence[int]:
-        return blocks[self.first : self.first + self.count]
+        return blocks[slice(*self.span)]
 
 
 def chunks(
