@@ -105,6 +105,9 @@ def kv_transfer_config(
     )
 
 
+STARTING = (EngineState.STARTING, EngineState.LOADING, EngineState.WARMING)
+
+
 class Engine:
     def __init__(
         self,
@@ -179,16 +182,15 @@ class Engine:
                     self.kill()
             self.client = self._connect(addresses)
         except (RuntimeError, OSError) as error:  # OSError: a timeout, or the nursery was closed
-            self.state = EngineState.FAILED
             self.kill()
+            self.state = EngineState.FAILED
             raise EngineFailed(
                 f"{self.engine_id} ended while it started ({error}); its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
             ) from error
         self.worker_pids = [process.pid for process in self.worker_processes()]
         self._left_by_a_kill = set()
-        for process in self.processes():
-            self._remember(private_segments(process.pid))
+        self._remember_segments(self.processes())
         make_private(self._run_dir)
         self.state = EngineState.WARMING
 
@@ -197,8 +199,8 @@ class Engine:
         try:
             files = await self.client.collective_rpc_async(worker_extension.METHOD)
         except EngineDeadError as error:
-            self.state = EngineState.FAILED
             await asyncio.to_thread(self.kill)
+            self.state = EngineState.FAILED
             raise EngineFailed(
                 f"{self.engine_id} ended right after its start; its last lines, from "
                 f"{self.log_path}:\n{self.log_tail()}"
@@ -211,6 +213,9 @@ class Engine:
         """They would stay if the engine were killed; the reaper can read of them too."""
         self._left_by_a_kill |= files
         record_files(self._run_dir, self.engine_id, self._left_by_a_kill)
+
+    def _remember_segments(self, processes: list[psutil.Process]) -> None:
+        self._remember(set().union(*(private_segments(process.pid) for process in processes)))
 
     def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
         """The process exists when this returns; leaving ``stack`` waits until it has started."""
@@ -263,12 +268,12 @@ class Engine:
     def stop(self, timeout_s: float) -> None:
         """TERM, deadline, KILL; the whole tree. Blocks for at most ``timeout_s`` and a little."""
         self._ending = True
+        processes = self.processes()
+        if self.state in STARTING:
+            self.kill(processes)  # there is nothing yet that it could end in order
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPED
-        processes = self.processes()
-        for process in processes[:1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
+        _signal(processes[:1], signal.SIGTERM)
         wait_until(lambda: not any(map(runs, processes)), timeout_s)
         self.kill(processes)
         self.forget_memory()
@@ -281,9 +286,11 @@ class Engine:
     def kill(self, processes: list[psutil.Process] | None = None) -> None:
         """SIGKILL the processes (default: this engine's tree) and wait for them to be gone."""
         targets = self.processes() if processes is None else processes
-        for process in targets:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+        if self.state in STARTING:
+            # What it has made so far nobody has written down. Stopped first, so that it makes no more.
+            _signal(targets, signal.SIGSTOP)
+            self._remember_segments(targets)
+        _signal(targets, signal.SIGKILL)
         wait_until(lambda: not any(map(runs, targets)), KILL_S, step_s=0.005)
 
     def forget_memory(self) -> None:
@@ -352,11 +359,14 @@ class Engine:
 
     def observe_start(self, kv_published: bool) -> EngineState:
         """Refresh STARTING -> LOADING -> WARMING from what can be seen outside."""
-        if self.state in (EngineState.STARTING, EngineState.LOADING, EngineState.WARMING):
+        if self.state in STARTING:
+            before = self.state
             if kv_published:
                 self.state = EngineState.WARMING
             elif self.state is EngineState.STARTING and self.worker_processes():
                 self.state = EngineState.LOADING
+            if self.state is not before:  # by now its processes have made more, and may be killed
+                self._remember_segments(self.processes())
         return self.state
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
@@ -385,6 +395,12 @@ class Engine:
         self.requests -= 1
         if not answered:
             self.queued_tokens -= prompt_tokens
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def runs(process: psutil.Process) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from pdnode import engine as engine_module
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.device import CpuDevice
-from pdnode.engine import Engine, EngineState
+from pdnode.engine import Engine, EngineState, wait_until
 from pdnode.errors import EngineFailed
 
 SOON_S = 10.0
@@ -34,13 +34,20 @@ class LateEngine(Engine):
         self.asked, self.go = threading.Event(), threading.Event()
         self.child: subprocess.Popen
 
+    code = "input()"
+
     def _config_for_this_boot(self):
         return None
 
     def _spawn(self, stack: contextlib.ExitStack, addresses: dict[str, str]):
         self.asked.set()
         assert self.go.wait(SOON_S)
-        self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", self.code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         stack.callback(self._handshake)
         return SimpleNamespace(processes=[self.child])
 
@@ -63,6 +70,33 @@ def test_an_engine_told_to_end_before_it_has_a_process_is_killed_when_it_has(tmp
             starting.result(SOON_S)
     assert engine.child.returncode
     assert engine.state is EngineState.FAILED
+
+
+MAKES_A_SEGMENT = """
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(f"/{segment.name}", "shared_memory")  # as if that had been killed too
+print(segment.name, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("way", [Engine.end, lambda engine: engine.stop(1.0)], ids=["end", "stop"])
+def test_what_an_engine_made_in_shared_memory_goes_with_it_while_it_starts(tmp_path, way):
+    engine = LateEngine(tmp_path)
+    engine.code = MAKES_A_SEGMENT
+    engine.begin_boot()
+    engine.go.set()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(engine.start)
+        assert wait_until(lambda: engine.pid is not None, SOON_S)
+        segment = Path("/dev/shm", engine.child.stdout.readline().strip())
+        assert segment.is_file()
+        way(engine)
+        with pytest.raises(EngineFailed, match="engine core ended"):
+            starting.result(SOON_S)
+    engine.forget_memory()
+    assert not segment.exists()
 
 
 def test_an_engine_that_dies_before_its_first_message_is_not_waited_for(tmp_path, monkeypatch):
