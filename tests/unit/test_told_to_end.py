@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 from pdnode.split_client import SplitClient
+from pdnode.suspects import Suspects
 from pdnode.vllm_compat import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 ENGINE = SimpleNamespace(slot=1)
@@ -23,7 +24,8 @@ def test_an_abort_that_nobody_asked_for_gives_the_engine_up_and_reaches_no_clien
         client = SplitClient.__new__(SplitClient)
         client.told_to_abort = False
         client.on_step = None
-        client._by_leg = {"a/d1": object()}
+        client._by_leg = {"a/d1": SimpleNamespace(goes_on=lambda output, at: None)}
+        client._sinks, client._suspects = {}, Suspects()
         client._outputs = asyncio.Queue()
         client.meters = {1: SimpleNamespace(stepped=lambda outputs, at_ms: None)}
         supervisor = SimpleNamespace(
