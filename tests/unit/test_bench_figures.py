@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench.chaos_peer import silences_s
 from bench.handoff import Peer
 from bench.interference import gaps_ms
 from bench.nixl_proxy import DECODE_SENT
+from bench.serve import Limits, Served, arrivals, goodput
 from bench.streams import Timed
 
 
@@ -30,6 +33,29 @@ def test_behind_a_proxy_it_counts_from_when_decode_was_sent_the_request():
 def test_a_stream_that_stands_still_at_the_end_has_a_gap():
     stream = Timed(0.0, [0.5, 1.0, 1.1, 9.0])
     assert gaps_ms([stream], 0.9, 5.0) == pytest.approx([500, 100, 3900])
+
+
+def test_a_request_is_served_well_only_if_both_limits_hold():
+    requests = [
+        Served("chat", 1.0, 1.0),
+        Served("chat", 2.5, 1.0),
+        Served("long", 1.0, 3.5),
+        Served("long", 2.0, 3.0),
+    ]
+    assert Limits(2.0, 3.0).share(requests) == 0.5
+
+
+def test_at_twice_the_rate_the_same_requests_come_in_half_the_time():
+    options = SimpleNamespace(seed=0, requests=20, long_share=0.15)
+    slow, fast = arrivals(options, 1.0), arrivals(options, 2.0)
+    assert [kind for _, kind in slow] == [kind for _, kind in fast]
+    assert [at_s for at_s, _ in slow] == pytest.approx([2 * at_s for at_s, _ in fast])
+    assert sum(kind == "long" for _, kind in slow) == 3
+
+
+def test_goodput_is_the_highest_rate_that_was_served_well():
+    assert goodput({"0.1": 1.0, "0.2": 0.9, "0.4": 0.5}) == 0.2
+    assert goodput({"0.1": 0.5}) == 0.0
 
 
 def test_a_silence_begins_at_a_kill_and_ends_with_anybodys_token():
