@@ -5,6 +5,9 @@ are chat. One is served well if its first token came within --ttft times what an
 one core takes for it, and no gap after it was longer than --itl times that engine's gap. Goodput is
 the highest rate of which 90 % are served well; rates grow until a configuration fails one.
 
+A chat prompt is longer than a KV block (128 tokens on CPU): a shorter one is not split, and whoever
+computes it makes its streams wait.
+
 Every plain configuration is tried at --sweep first; the best of them then goes through all rates, as
 the node does.
 """
@@ -61,7 +64,7 @@ class Limits(NamedTuple):
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--chat", type=int, nargs=2, default=(96, 64), metavar=("IN", "OUT"))
+    parser.add_argument("--chat", type=int, nargs=2, default=(200, 64), metavar=("IN", "OUT"))
     parser.add_argument("--long", type=int, nargs=2, default=(1900, 16), metavar=("IN", "OUT"))
     parser.add_argument("--long-share", type=float, default=0.15)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.8, 1.6])

@@ -171,8 +171,9 @@ def least_busy(engines: Iterable[EngineView]) -> EngineView:
 
 
 def _on_its_side(facts: Facts, view: NodeView, reason: str, prefills: list, decodes: list) -> Plan:
-    # A short prompt disturbs nobody's stream, so it may run where it will decode; work that is
-    # all prompt (scoring, pooling, one token) belongs where prompts belong.
+    # A prompt of less than a block runs where it will decode: the streams there wait for it (a step or
+    # two on a GPU, three or four on a CPU core), but on P its own would wait for every long prompt.
+    # Work that is all prompt (scoring, pooling, one token) belongs where prompts belong.
     all_prompt = facts.max_tokens <= 1 or facts.whole or facts.token1 is Token1.SINGLE
     if prefills and (all_prompt or not decodes):
         return _on_one(facts, view, reason, prefills, view.config.prefill_policy)
