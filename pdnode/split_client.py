@@ -198,6 +198,10 @@ class SplitClient(Recovery):
             mine = await self._decode_began(journey, output)
         else:
             mine = journey.on_output(output)
+        if journey.stage is Stage.DONE and output.finish_reason is FinishReason.ERROR:
+            # Its engine could not go on with it alone: under --strict, when KV was evicted under a copy.
+            journey.stage = Stage.FAILED
+            self.counters.failed += 1
         if journey.ended:
             await self._end(journey, journey.stage)
         elif self._suspects:
@@ -217,7 +221,9 @@ class SplitClient(Recovery):
     async def _decode_began(self, journey: Journey, output: EngineCoreOutput):
         computed = journey.on_decode_began(output)
         await self._release(journey)
-        if not journey.split:
+        if output.finish_reason is FinishReason.ERROR:
+            pass  # no hand-off: it got nothing, and computed nothing
+        elif not journey.split:
             self.counters.resume_recomputed_tokens += computed
         elif journey.request_id in self._sinks:
             journey.recomputed_tokens = computed  # the self-test judges it

@@ -151,8 +151,9 @@ def test_what_decode_does_not_take_holds_half_of_prefill_and_then_clients_are_to
     assert len(told) <= lost
     assert all(one in (500, other) for one, other in zip(answers, alone, strict=True))
     assert after["failed"] - before["failed"] == len(told)
+    # Its engine ends one by itself when P evicts such a prefix under the copy: nothing is computed again.
     recomputed = after["recomputed_prompt_tokens"] > before["recomputed_prompt_tokens"]
-    assert recomputed == bool(told)
+    assert told or not recomputed
 
 
 def check_refusals(node: Node) -> None:
