@@ -43,13 +43,19 @@ def kill_marked(boot_id: str) -> list[int]:
     deadline = time.monotonic() + KILL_DEADLINE_S
     segments: set[Path] = set()
     while (pids := marked(boot_id)) and time.monotonic() < deadline:
-        for pid in pids:
-            segments |= private_segments(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # All are stopped and looked at before the first is killed: its children would end with it, unseen.
+        _signal(pids, signal.SIGSTOP)
+        segments |= set().union(*map(private_segments, pids))
+        _signal(pids, signal.SIGKILL)
         time.sleep(0.02)
     unlink_all(segments)
     return pids
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def unlink_all(paths: Iterable[Path]) -> None:

@@ -9,6 +9,8 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pdnode.reaper import private_segments, unlink_all
+
 if TYPE_CHECKING:
     from pdnode.vllm_compat import VllmConfig
 
@@ -83,6 +85,8 @@ def watch_node(node_pid: int) -> None:
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         poller.poll()
+        # vLLM's rings: the reaper may come too late to see which were ours.
+        unlink_all(private_segments(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="pdnode-node-watch", daemon=True).start()
