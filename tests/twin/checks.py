@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.servers import MODEL_NAME, Node
+from bench.servers import Node
 from tests.twin.cases import BLOCK, Way
 from tests.twin.record import Recorded
-from tests.twin.replay import Request, ask, differences
+from tests.twin.replay import ask, differences
 
 SETTLE_S = 1.0
 """From the last answer until every block is back and every engine idle."""
@@ -60,17 +60,6 @@ def settled(node: Node) -> dict:
     """The node's counters once nothing of any request is left in it."""
     what = "all blocks back and nothing running"
     return node.wait_status(is_idle, SETTLE_S, what)["counters"]
-
-
-def warm_up(node: Node) -> None:
-    """One request with logprobs through every engine: vLLM compiles a kernel at the first of them.
-
-    That takes seconds, in which an engine cannot even give blocks back.
-    """
-    prompts = [[300 + number] * (BLOCK + 2) for number in range(8)]
-    body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 2, "logprobs": 1}
-    answer = ask(node.url, Request("/v1/completions", body))
-    assert answer["status"] == 200, answer
 
 
 def replay(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.twin import scenarios
 from tests.twin.cases import CASES
-from tests.twin.checks import replay, warm_up
+from tests.twin.checks import replay
 
 pytestmark = pytest.mark.engine
 
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.engine
 def node(recordings, serving):
     # A policy that may keep a request on one engine is another test's subject.
     with serving("--split", "always", prefill=1, decode=1) as node:
-        warm_up(node)
         yield node
 
 

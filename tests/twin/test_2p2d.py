@@ -6,7 +6,7 @@ import pytest
 
 from tests.twin import chat, scenarios
 from tests.twin.cases import BY_NAME
-from tests.twin.checks import replay, settled, warm_up
+from tests.twin.checks import replay, settled
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,6 @@ NAMES = (
 def node(recordings, serving):
     # A policy that may keep a request on one engine is another test's subject.
     with serving("--split", "always", prefill=2, decode=2) as node:
-        warm_up(node)
         yield node
 
 

@@ -25,7 +25,7 @@ from tests.twin.cases import (
     ids,
     sized,
 )
-from tests.twin.checks import replay, settled, warm_up
+from tests.twin.checks import replay, settled
 from tests.twin.replay import Request, ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.kill]
@@ -70,7 +70,6 @@ CASES = (
 def node(recordings, serving):
     flags = ("--flow", "decode-first", "--split", "always", "--max-model-len", "4096")
     with serving(*flags, "--max-num-batched-tokens", str(CHUNK), prefill=2) as node:
-        warm_up(node)
         yield node
 
 

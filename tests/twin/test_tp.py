@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.twin.cases import COMPLETIONS, DETAILED, Case, Way, sized
-from tests.twin.checks import replay, warm_up
+from tests.twin.checks import replay
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,6 @@ ONE_TO_TWO = (case("1_to_2-greedy"), case("1_to_2-seed", Way.RESAMPLED, **HOT))
 @pytest.fixture(scope="module")
 def node(recordings, serving):
     with serving("--prefill-tp", "2", "--split", "always", "--flow", "auto") as node:
-        warm_up(node)
         yield node
 
 
