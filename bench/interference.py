@@ -16,8 +16,8 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from bench.kept import Kept, add_work_flags
-from bench.line_up import SERVED, Entrant, add_line_up_flags, add_model_flags, line_up
+from bench.kept import Kept
+from bench.line_up import SERVED, Entrant, add_line_up_flags, line_up
 from bench.load import ask, session
 from bench.measure import Series, quantile
 from bench.report import Report, add_output_flags, machine
@@ -36,9 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=int, default=1900, help="tokens")
     parser.add_argument("--seconds", type=float, default=12.0, help="of long prompts, a round")
     parser.add_argument("--rounds", type=int, default=3)
-    add_model_flags(parser)
     add_line_up_flags(parser)
-    add_work_flags(parser)
     add_output_flags(parser)
     return parser.parse_args(argv)
 
@@ -47,17 +45,17 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     kept, found, kinds = Kept(options.work), {}, {}
     with tempfile.TemporaryDirectory() as folder:
+        logs = options.work or Path(folder)
         for entrant in line_up(options):
-            log = (options.work or Path(folder)) / f"{entrant.kind.replace(' ', '-')}.log"
             found[entrant.name] = kept.get(
-                entrant.name, lambda entrant=entrant, log=log: measure(options, entrant, log)
+                entrant.name, lambda entrant=entrant: measure(options, entrant, logs)
             )
             kinds[entrant.name] = entrant.kind
     return report(options, found, kinds).finish(options)
 
 
-def measure(options: argparse.Namespace, entrant: Entrant, log: Path) -> list[dict]:
-    server = entrant.start(log)
+def measure(options: argparse.Namespace, entrant: Entrant, logs: Path) -> list[dict]:
+    server = entrant.start(logs)
     try:
         server.wait_ready()
         return asyncio.run(rounds(options, server.url))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.kept import add_work_flags
 from bench.servers import Node, Server, Twin
 from pdnode import default_model
 
@@ -26,7 +27,11 @@ MAX_REQUESTS = 64
 class Entrant:
     name: str
     kind: str
-    start: Callable[[Path], Server]
+    start_with: Callable[[Path], Server]
+    """Its log -> the server."""
+
+    def start(self, logs: Path) -> Server:
+        return self.start_with(logs / f"{self.kind.replace(' ', '-')}.log")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +48,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_line_up_flags(parser: argparse.ArgumentParser) -> None:
+    """What all of them run, which of them, and where their figures are kept."""
+    add_model_flags(parser)
+    add_work_flags(parser)
     parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="tokens in a step")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="of the configurations; default all"

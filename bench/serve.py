@@ -24,12 +24,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.kept import Kept, add_work_flags
+from bench.kept import Kept
 from bench.line_up import (
     SERVED,
     Entrant,
     add_line_up_flags,
-    add_model_flags,
     line_up,
     model_of,
     vllm_flags,
@@ -73,9 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ttft", type=float, default=2.0, help="times idle")
     parser.add_argument("--itl", type=float, default=3.0, help="times idle")
     parser.add_argument("--seed", type=int, default=0)
-    add_model_flags(parser)
     add_line_up_flags(parser)
-    add_work_flags(parser)
     add_output_flags(parser)
     return parser.parse_args(argv)
 
@@ -149,7 +146,7 @@ def measure(
     options: argparse.Namespace, entrant: Entrant, logs: Path, idle: dict, rates: list[float]
 ) -> dict[str, list[Served]]:
     """By rate, up to the first that fails."""
-    server = entrant.start(logs / f"{entrant.kind.replace(' ', '-')}.log")
+    server = entrant.start(logs)
     try:
         server.wait_ready()
         return asyncio.run(_rates(options, server.url, idle, rates))

@@ -31,7 +31,7 @@ from ipc.segment import sweep
 from pdnode.connector import worker_extension
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
-from pdnode.reaper import private_segments, record_files, unlink_all
+from pdnode.reaper import private_segments, record_files, segments_of_stopped, unlink_all
 from pdnode.rundir import make_private
 from pdnode.vllm_compat import (
     EngineDeadError,
@@ -287,9 +287,8 @@ class Engine:
         """SIGKILL the processes (default: this engine's tree) and wait for them to be gone."""
         targets = self.processes() if processes is None else processes
         if self.state in STARTING:
-            # What it has made so far nobody has written down. Stopped first, so that it makes no more.
-            _signal(targets, signal.SIGSTOP)
-            self._remember_segments(targets)
+            # What it has made so far nobody has written down.
+            self._remember(segments_of_stopped(process.pid for process in targets))
         _signal(targets, signal.SIGKILL)
         wait_until(lambda: not any(map(runs, targets)), KILL_S, step_s=0.005)
 

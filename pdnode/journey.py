@@ -240,28 +240,12 @@ class Journey:
         self.held_stats = self.held_events = None
         return computed
 
-    def goes_on(self, output: EngineCoreOutput, at: float) -> EngineCoreOutput | None:
-        """What the client gets of ``output`` if that is the next tokens of a leg that has answered,
-        and nothing else, as most are. None: it needs all of ``on_output`` and ``Timeline.output``.
-
-        ``at``: the engine's clock. The front end pays for this once per token.
-        """
+    def goes_on(self, output: EngineCoreOutput) -> bool:
+        """``output`` changes no stage: more tokens of a leg that has answered, as most outputs are."""
         assert self.leg is not None
-        if (
-            self.stage is Stage.PREFILL
-            or not self.leg.answered
-            or self.replayed
-            or output.finish_reason is not None
-            or output.kv_transfer_params
-            or output.events
-            or not output.new_token_ids
-        ):
-            return None
-        output.request_id = self.request.request_id
-        self.emitted += output.new_token_ids
-        self.deaths_in_a_row = 0
-        self.timeline.goes_on(len(output.new_token_ids), at)
-        return output
+        return (
+            self.leg.answered and self.stage is not Stage.PREFILL and output.finish_reason is None
+        )
 
     def on_output(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """None: nothing in it is new to the client (a replayed token)."""

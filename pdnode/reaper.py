@@ -43,13 +43,19 @@ def kill_marked(boot_id: str) -> list[int]:
     deadline = time.monotonic() + KILL_DEADLINE_S
     segments: set[Path] = set()
     while (pids := marked(boot_id)) and time.monotonic() < deadline:
-        # All are stopped and looked at before the first is killed: its children would end with it, unseen.
-        _signal(pids, signal.SIGSTOP)
-        segments |= set().union(*map(private_segments, pids))
+        # Before the first is killed: its children would end with it, unseen.
+        segments |= segments_of_stopped(pids)
         _signal(pids, signal.SIGKILL)
         time.sleep(0.02)
     unlink_all(segments)
     return pids
+
+
+def segments_of_stopped(pids: Iterable[int]) -> set[Path]:
+    """SIGSTOP, so that they make no more; then the private segments of all of them."""
+    pids = list(pids)
+    _signal(pids, signal.SIGSTOP)
+    return set().union(*map(private_segments, pids))
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -168,16 +168,16 @@ class SplitClient(Recovery):
             if journey is None:
                 await self._stray(engine, output)
                 continue
-            if in_peace and journey.goes_on(output, outputs.timestamp) is not None:
-                emitted.append(output)
-                continue
             if output.finish_reason is FinishReason.ABORT and not self.told_to_abort:
                 # We did not ask: the engine's process was told to end (SIGTERM). It is as good as
                 # dead, and its requests go on elsewhere.
                 self.node.supervisor.give_up(engine, "it was told to end", from_outside=True)
                 continue
             journey.timeline.output(output, outputs.timestamp)
-            mine = await self._advance(journey, output)
+            if in_peace and journey.goes_on(output):
+                mine = journey.on_output(output)
+            else:
+                mine = await self._advance(journey, output)
             if mine is not None:
                 emitted.append(mine)
         stats = outputs.scheduler_stats
@@ -222,8 +222,8 @@ class SplitClient(Recovery):
         computed = journey.on_decode_began(output)
         await self._release(journey)
         if output.finish_reason is FinishReason.ERROR:
-            pass  # no hand-off: it got nothing, and computed nothing
-        elif not journey.split:
+            return journey.on_output(output)  # no hand-off: it got nothing, and computed nothing
+        if not journey.split:
             self.counters.resume_recomputed_tokens += computed
         elif journey.request_id in self._sinks:
             journey.recomputed_tokens = computed  # the self-test judges it

@@ -111,13 +111,6 @@ class Timeline:
             owner, begin_ns, end_ns, nbytes = output.kv_transfer_params[HANDOFF]
             leg.copied = Copied(owner, begin_ns / 1e9, end_ns / 1e9, nbytes)
 
-    def goes_on(self, tokens: int, at: float) -> None:
-        """``output`` and ``emitted`` for tokens of a leg that has answered before."""
-        leg = self.legs[-1]
-        leg.last = at
-        leg.tokens += tokens
-        self.emitted(tokens)
-
     @staticmethod
     def _event(leg: LegTimes, name: str, at: float) -> None:
         if name == "QUEUED":

@@ -24,7 +24,7 @@ def test_an_abort_that_nobody_asked_for_gives_the_engine_up_and_reaches_no_clien
         client = SplitClient.__new__(SplitClient)
         client.told_to_abort = False
         client.on_step = None
-        client._by_leg = {"a/d1": SimpleNamespace(goes_on=lambda output, at: None)}
+        client._by_leg = {"a/d1": object()}
         client._sinks, client._suspects = {}, Suspects()
         client._outputs = asyncio.Queue()
         client.meters = {1: SimpleNamespace(stepped=lambda outputs, at_ms: None)}
