@@ -19,7 +19,7 @@ from pdnode import default_model
 
 SERVED = "bench"
 CHUNKS = (128, 512, 2048)
-MAX_REQUESTS = 64
+MAX_REQUESTS = 32
 """At once in one engine."""
 
 

@@ -2,8 +2,9 @@
 
 Requests come as a Poisson process; a share of them has a long prompt and a short answer, the others
 are chat. One is served well if its first token came within --ttft times what an idle plain engine on
-one core takes for it, and no gap after it was longer than --itl times that engine's gap. Goodput is
-the highest rate of which 90 % are served well; rates grow until a configuration fails one.
+one core takes for the same kind of request, and no gap after it was longer than --itl times that
+engine's usual gap for that kind. Goodput is the highest rate of which 90 % are served well; rates
+grow until a configuration fails one.
 
 A chat prompt is longer than a KV block (128 tokens on CPU): a shorter one is not split, and whoever
 computes it makes its streams wait.
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure_idle(options: argparse.Namespace, logs: Path) -> dict[str, float]:
-    """Seconds: TTFT of each kind, and the gap after a long prompt, one request at a time."""
+    """Seconds: TTFT and usual gap of each kind, one request at a time."""
     bind = {"VLLM_CPU_OMP_THREADS_BIND": options.cpus[0]}
     server = Twin(model_of(options), logs / "idle.log", *vllm_flags(options), **bind)
     try:
@@ -121,8 +122,13 @@ async def _idle(options: argparse.Namespace, url: str) -> dict[str, float]:
             tokens, _ = getattr(options, kind)
             each = [await ask(client, request(tokens, 16)) for _ in range(IDLE_ROUNDS + 1)][1:]
             found[kind] = statistics.median(t.ttft_s for t in each)
-            found["gap"] = statistics.median(t.itl_s for t in each)
+            found[gap_of(kind)] = statistics.median(t.itl_s for t in each)
         return found
+
+
+def gap_of(kind: str) -> str:
+    """Its name among what was measured idle. Kinds differ: attention reads every earlier token."""
+    return f"{kind} gap"
 
 
 def request(tokens: int, output: int) -> dict:
@@ -171,7 +177,7 @@ async def _at_rate(options, client, rate: float, idle: dict) -> list[Served]:
 
     async def one(kind: str) -> Served:
         timed = await ask(client, request(*getattr(options, kind)))
-        return Served(kind, timed.ttft_s / idle[kind], max(timed.gaps_s) / idle["gap"])
+        return Served(kind, timed.ttft_s / idle[kind], max(timed.gaps_s) / idle[gap_of(kind)])
 
     async with asyncio.TaskGroup() as group:
         for at_s, kind in arrivals(options, rate):
@@ -193,10 +199,11 @@ def report(
 ) -> Report:
     made = Report("serve", "goodput under a service level, chat and long prompts mixed")
     first = ", ".join(f"{kind} {limits.ttft * idle[kind] * 1e3:.0f} ms" for kind in KINDS)
+    gaps = ", ".join(f"{kind} {limits.itl * idle[gap_of(kind)] * 1e3:.0f} ms" for kind in KINDS)
     made.facts = machine() | {
         "load": f"Poisson, {options.long_share:.0%} of {options.long[0]} + {options.long[1]} tokens, "
         f"the rest {options.chat[0]} + {options.chat[1]}; {options.requests} requests a rate",
-        "served well": f"TTFT {first}; every gap {limits.itl * idle['gap'] * 1e3:.0f} ms",
+        "served well": f"TTFT {first}; every gap {gaps}",
         "held equal": f"cores, model, {options.dtype}, arrivals and prompts' lengths",
     }
     columns = ("served well", "in time to token 1", "without a long gap")
