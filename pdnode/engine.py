@@ -130,6 +130,8 @@ class Engine:
         """An operator's word: no new work is sent here. Outlives a restart."""
         self.restarts = 0
         self.last_error: str | None = None
+        self._said = 0
+        """Characters of its log when it was ready."""
         self.ended_from_outside = False
         """Its last death: by somebody's signal, and not by anything it ran."""
         self.boot_id = 0
@@ -207,6 +209,7 @@ class Engine:
             ) from error
         self._remember({Path(file) for file in files if file})
         self._ready_at_s = time.monotonic()
+        self._said = len(self._log())
         self.state = EngineState.READY
 
     def _remember(self, files: set[Path]) -> None:
@@ -369,11 +372,20 @@ class Engine:
         return self.state
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        return "\n".join(self._log().splitlines()[-lines:])
+
+    def last_words(self, lines: int) -> str:
+        """What it logged since it was ready: an engine that was killed has said nothing of it."""
+        said = self._log()[self._said :].splitlines()[-lines:]
+        if not said:
+            return f"nothing in {self.log_path} since it was ready"
+        return "\n".join([f"last lines of {self.log_path}:", *said])
+
+    def _log(self) -> str:
         try:
-            text = self.log_path.read_text(errors="replace")
+            return self.log_path.read_text(errors="replace")
         except OSError:
             return "(no log)"
-        return "\n".join(text.splitlines()[-lines:])
 
     # --- load as the front end knows it, exact to the message ---------------------------------------
 

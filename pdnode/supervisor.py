@@ -145,7 +145,7 @@ class Supervisor:
         if not self._is_read_when_dead(engine):
             self._index.prefixes.hide(engine.slot)
         engine.ended_from_outside = from_outside
-        engine.last_error = f"{why}; last lines of {engine.log_path}: {engine.log_tail(5)}"
+        engine.last_error = f"{why}; {engine.last_words(5)}"
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)
         self.spawn(self._replace(engine))

@@ -108,6 +108,17 @@ def test_a_crash_loop_ends_in_failed_with_the_last_lines(index, tmp_path, monkey
     assert sorted(client.told) == ["decode-0", "decode-1", "no engine left", "no engine left"]
 
 
+def test_the_last_words_of_an_engine_are_those_since_it_was_ready(tmp_path):
+    engine = crashing(0, tmp_path)
+    engine.log_path.write_text("a warning while it loaded\n")
+    engine._said = len(engine.log_path.read_text())
+    assert engine.last_words(5) == f"nothing in {engine.log_path} since it was ready"
+    with engine.log_path.open("a") as log:
+        log.write("out of\nmemory\n")
+    assert engine.last_words(5) == f"last lines of {engine.log_path}:\nout of\nmemory"
+    assert engine.last_words(1).endswith(":\nmemory")
+
+
 def test_an_engine_that_answers_between_its_deaths_is_always_started_again(index, tmp_path):
     engine = crashing(0, tmp_path)
     watching = Supervisor(None, [engine], index, Progress())
