@@ -3,7 +3,8 @@
 pdnode          P on the first of --cpus, D on the second
 one engine      plain vLLM over both, its chunk size swept
 default cores   plain vLLM on the cores it chooses itself, which leaves one to its front end; swept
-engine a core   one plain engine per core behind pdnode's front end (--split never), chunk swept
+engine a core   one plain engine per core behind pdnode's front end (--split never), chunk swept;
+                prompts in vLLM's order (--prompt-order arrival)
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def line_up(options: argparse.Namespace) -> list[Entrant]:
 
     entrants = [Entrant("pdnode", "pdnode", node())]
     for chunk in map(str, options.chunks):
-        never = node("--split", "never", "--max-num-batched-tokens", chunk)
+        never = node(
+            "--split", "never", "--prompt-order", "arrival", "--max-num-batched-tokens", chunk
+        )
         over_both, auto = plain(chunk, ",".join(options.cpus)), plain(chunk, "auto")
         entrants.append(Entrant(f"one engine, chunk {chunk}", "one engine", over_both))
         entrants.append(Entrant(f"default cores, chunk {chunk}", "default cores", auto))

@@ -9,8 +9,8 @@ grow until a configuration fails one.
 A chat prompt is longer than a KV block (128 tokens on CPU): a shorter one is not split, and whoever
 computes it makes its streams wait.
 
-Every plain configuration is tried at --sweep first; the best of them then goes through all rates, as
-the node does.
+Every plain configuration is tried at --sweep first; the best --finalists of them then go through all
+rates, as the node does.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--long-share", type=float, default=0.15)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.8, 1.6])
     parser.add_argument("--sweep", type=float, default=0.4, metavar="RATE")
+    parser.add_argument("--finalists", type=int, default=3, metavar="N")
     parser.add_argument("--requests", type=int, default=30, help="at each rate")
     parser.add_argument("--ttft", type=float, default=2.0, help="times idle")
     parser.add_argument("--itl", type=float, default=3.0, help="times idle")
@@ -92,11 +93,12 @@ def main(argv: list[str]) -> int:
         entrants = line_up(options)
         plain = [e for e in entrants if e.kind != "pdnode"]
         swept = {e.name: served(e, [options.sweep], f"{e.name} swept") for e in plain}
-        best = max(plain, key=lambda e: limits.share(*swept[e.name].values()), default=None)
+        plain.sort(key=lambda e: limits.share(*swept[e.name].values()), reverse=True)
+        finalists = plain[: options.finalists]
         found = {
             e.name: served(e, options.rates, e.name)
             for e in entrants
-            if e.kind == "pdnode" or e is best
+            if e.kind == "pdnode" or e in finalists
         }
     return report(options, limits, idle, swept, found).finish(options)
 

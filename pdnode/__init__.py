@@ -7,6 +7,7 @@ The life of a request (prefill-first):
  3. where may token 1 be sampled?                    token1.decide
  4. which engines?                                   placement.place
  5. the prefill leg is sent                          journey.Journey.prefill_request
+    when its turn comes                              turns.Turn, connector/prompt_order.next_pass
  6. P computes the prompt and offers its KV          connector/scheduler.SchedulerHalf.finished
  7. token 1 goes to the client, D gets the request   split_client.SplitClient._advance
  8. D finds the entry and asks for what it lacks     connector/scheduler.SchedulerHalf.match

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdnode import checks, default_model, flags, kvpath, refusals, vllm_args
+from pdnode import checks, default_model, flags, kvpath, refusals, turns, vllm_args
 from pdnode.assign import Assignment, Machine, assign
 from pdnode.device import CpuDevice, Device
 from pdnode.errors import ConfigError
@@ -186,6 +186,7 @@ def _build(own: argparse.Namespace, rest: list[str], assignment: Assignment) -> 
             prefill_policy=own.prefill_policy,
             decode_policy=own.decode_policy,
             split=own.split,
+            stretch=_stretch(own, parsed),
             share_prefixes=all(
                 kvpath.shares_prefixes(kvpath.between(own.kv_path, a.device, b.device), own.strict)
                 for a, b in itertools.permutations(engines, 2)
@@ -230,6 +231,12 @@ def _engine(
 ) -> EngineSpec:
     tp_args = ["--tensor-parallel-size", str(tp)] if tp > 1 else []
     return EngineSpec(f"{role}-{i}", slot, role, device, tp, (*serve_args, *tp_args))
+
+
+def _stretch(own: argparse.Namespace, parsed: argparse.Namespace) -> float:
+    """0: prompts in vLLM's own order, or in that of a scheduler that the user chose."""
+    theirs = parsed.scheduling_policy != "fcfs" or parsed.scheduler_cls is not None
+    return 0.0 if theirs or own.prompt_order == "arrival" else turns.STRETCH
 
 
 def _flow(own: argparse.Namespace, parsed: argparse.Namespace) -> None:

@@ -41,6 +41,11 @@ class CpuDevice:
         """What no other engine may start on at the same time; sorted, so that none waits in a ring."""
         return ()
 
+    @property
+    def power(self) -> tuple:
+        """Engines on devices of equal power are about as fast."""
+        return tuple(map(len, self.rank_cores))
+
     def describe(self) -> str:
         cores = " | ".join(map(format_ids, self.rank_cores))
         return f"CPU core{'s' if len(set().union(*self.rank_cores)) > 1 else ''} {cores}"
@@ -83,6 +88,11 @@ class GpuDevice:
 
     def exclusive_while_starting(self) -> tuple[str, ...]:
         return tuple(sorted({gpu.cuda_name for gpu in self.own}))
+
+    @property
+    def power(self) -> tuple:
+        """Engines on devices of equal power are about as fast. Of a GPU without a name nothing is known."""
+        return tuple(gpu.name or gpu.cuda_name for gpu in self.own)
 
     def describe(self) -> str:
         return ", ".join(map(str, self.own))

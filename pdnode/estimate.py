@@ -8,8 +8,11 @@ its pass. :class:`Estimator` measures the constants; the functions only use them
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -117,29 +120,94 @@ def output_tokens(c: Constants, max_tokens: int) -> float:
     return min(float(max_tokens), c.output_tokens)
 
 
+@dataclass(slots=True, eq=False)
+class Queued:
+    """A prompt's work on an engine, until it is answered."""
+
+    deadline_ms: float
+    left_ms: float
+    pass_ms: float = inf
+    """What one pass of it takes at most."""
+
+
+class Ahead(NamedTuple):
+    """The same as placement sees it. Milliseconds from now."""
+
+    due_ms: float
+    left_ms: float
+    pass_left_ms: float = 0.0
+    """Until it could make room for one that is due earlier; 0 for those that are not computed now."""
+
+
 class Backlog:
     """The prefill work an engine has been sent, in estimated milliseconds, as it is worked off.
 
-    The front end hears only of answers. Between two of them the engine has worked for the time that
-    passed, but on no more than what is there.
+    The front end hears only of answers. Between two of them the engine has worked on one prompt, but on
+    no more than there was of it. One that is due earlier takes over when a pass ends; where in a pass
+    the engine is nobody knows, so half a pass is assumed to be left.
     """
 
-    __slots__ = ("_since_ms", "_sum_ms")
+    __slots__ = ("_queue", "_running", "_since_ms", "_yields_ms")
 
     def __init__(self) -> None:
-        self._sum_ms = self._since_ms = 0.0
+        self._queue: list[Queued] = []
+        self._running: Queued | None = None
+        self._since_ms = 0.0
+        self._yields_ms = inf
 
-    def sent(self, ms: float, now_ms: float) -> None:
-        # Work that took longer than estimated is at its end, it is not ahead of its time.
-        self._since_ms = max(self._since_ms, now_ms - self._sum_ms)
-        self._sum_ms += ms
+    def sent(
+        self, ms: float, now_ms: float, deadline_ms: float | None = None, pass_ms: float = inf
+    ) -> Queued:
+        """Without ``deadline_ms``: after all that is there."""
+        self._settle(now_ms)
+        queued = Queued(now_ms if deadline_ms is None else deadline_ms, ms, pass_ms)
+        insort(self._queue, queued, key=attrgetter("deadline_ms"))
+        running = self._running
+        if running is None:
+            self._running = queued
+        elif queued.deadline_ms < running.deadline_ms and self._yields_ms == inf:
+            self._yields_ms = now_ms + min(running.left_ms, running.pass_ms / 2)
+        return queued
 
-    def answered(self, ms: float, now_ms: float) -> None:
+    def answered(self, queued: Queued, now_ms: float) -> None:
         """Or given up."""
-        self._sum_ms, self._since_ms = max(0.0, self._sum_ms - ms), now_ms
+        self._settle(now_ms)
+        self._queue.remove(queued)
+        if queued is self._running:
+            self._next()
 
     def left_ms(self, now_ms: float) -> float:
-        return max(0.0, self._sum_ms - max(0.0, now_ms - self._since_ms))
+        return sum(each.left_ms for each in self.queue(now_ms))
+
+    def queue(self, now_ms: float) -> tuple[Ahead, ...]:
+        self._settle(now_ms)
+        return tuple(
+            Ahead(q.deadline_ms - now_ms, q.left_ms, self._pass_left_ms(q, now_ms))
+            for q in self._queue
+        )
+
+    def _pass_left_ms(self, queued: Queued, now_ms: float) -> float:
+        if queued is not self._running:
+            return 0.0
+        if self._yields_ms < inf:
+            return self._yields_ms - now_ms
+        return min(queued.left_ms, queued.pass_ms / 2)
+
+    def _settle(self, now_ms: float) -> None:
+        while self._running is not None:
+            until_ms = min(now_ms, self._yields_ms)
+            # Work that took longer than estimated is at its end, it is not ahead of its time.
+            worked_ms = max(0.0, until_ms - self._since_ms)
+            self._running.left_ms = max(0.0, self._running.left_ms - worked_ms)
+            self._since_ms = until_ms
+            if self._yields_ms > now_ms:
+                break
+            self._next()
+        self._since_ms = now_ms
+
+    def _next(self) -> None:
+        self._running = self._queue[0] if self._queue else None
+        self._yields_ms = inf
 
 
 class RobustFit:
@@ -152,16 +220,23 @@ class RobustFit:
     def __init__(self) -> None:
         self.observations = 0
         self._buckets: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}
+        self._of_others: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}
+        """Used where there is none of our own."""
 
-    def add(self, x: tuple[float, ...], y: float) -> None:
+    def add(self, x: tuple[float, ...], y: float, of_another: bool = False) -> bool:
+        """True: nothing like it was known."""
         if y <= 0:
-            return  # a clock's grain, not a cost
-        self.observations += 1
+            return False  # a clock's grain, not a cost
+        self.observations += not of_another
+        buckets = self._of_others if of_another else self._buckets
         bucket = tuple(int(value).bit_length() for value in x)
-        self._buckets.setdefault(bucket, deque(maxlen=PER_BUCKET)).append((*x, y))
+        is_news = bucket not in self._buckets and bucket not in self._of_others
+        buckets.setdefault(bucket, deque(maxlen=PER_BUCKET)).append((*x, y))
+        return is_news
 
     def coefficients(self) -> tuple[float, ...]:
-        rows = [tuple(map(median, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
+        buckets = self._of_others | self._buckets
+        rows = [tuple(map(median, zip(*bucket, strict=True))) for bucket in buckets.values()]
         # Divided by y: an error of a tenth is as bad in a short prompt as in a long one.
         relative = [[value / row[-1] for value in row[:-1]] for row in rows]
         return tuple(_non_negative(relative, len(rows[0]) - 1))
@@ -224,10 +299,15 @@ class Estimator:
         self._constants = initial
         self._until_refit = 0
 
-    def observe_prefill(self, new: int, cached: int, ms: float) -> None:
-        passes = -(-new // self._chunk_tokens)
-        self._prefill.add((passes, new, new * (cached + new / 2)), ms)
-        self._until_refit -= 1
+    def observe_prefill(
+        self, new: int, cached: int, ms: float, pass_tokens: int = 0, *, of_another: bool = False
+    ) -> None:
+        """``pass_tokens``: if its passes were bounded. ``of_another``: engine, which is about as fast: a
+        decode engine that computes a long prompt once a day should know what that takes."""
+        passes = -(-new // min(pass_tokens or new, self._chunk_tokens))
+        is_news = self._prefill.add((passes, new, new * (cached + new / 2)), ms, of_another)
+        # The first long prompt changes what is believed of the next one by seconds.
+        self._until_refit = 0 if is_news else self._until_refit - 1
 
     def observe_decode_step(self, streams: int, ms: float) -> None:
         self._decode.add((1, streams), ms)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pdnode import token1
+from pdnode.connector.prompt_order import TURN
 from pdnode.connector.replay import FORCED_TOKENS
 from pdnode.journey import KV_PARAMS
 from pdnode.placement import Facts
 from pdnode.vllm_compat import EngineCoreRequest
 
-PRIVATE_ARGS = frozenset({KV_PARAMS, FORCED_TOKENS})
+PRIVATE_ARGS = frozenset({KV_PARAMS, FORCED_TOKENS, TURN})
 
 
 def remove_private_args(request: EngineCoreRequest) -> None:
-    """Hand-off and replay are the node's own: what a client sends under their names is not used."""
+    """Hand-off, replay and turns are the node's own: what a client sends under their names is not used."""
     params = request.sampling_params
     if params is not None and params.extra_args and PRIVATE_ARGS & params.extra_args.keys():
         rest = {k: v for k, v in params.extra_args.items() if k not in PRIVATE_ARGS}

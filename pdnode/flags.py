@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from pdnode import turns
 from pdnode.errors import ConfigError
 
 FLOWS = ("prefill-first", "decode-first", "auto")
@@ -56,6 +57,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "always", "never"),
         default="auto",
         help="split requests between the roles, or never: plain data-parallel engines, to compare",
+    )
+    group.add_argument(
+        "--prompt-order",
+        choices=turns.ORDERS,
+        default=turns.ORDERS[0],
+        help="of an engine's prompts: short ones pass long ones until a deadline (default), or as they came, "
+        "which is also what --scheduling-policy priority and --scheduler-cls get",
     )
     group.add_argument(
         "--roles",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ipc.errors import StaleRead
 from ipc.index import Index
 from ipc.records import EngineRecord
+from pdnode.connector.prompt_order import TURN
 from pdnode.engine import Engine, EngineState
 from pdnode.estimate import Estimator
 from pdnode.facts import facts_of
@@ -21,7 +22,7 @@ from pdnode.fanout import FanOut
 from pdnode.history import History
 from pdnode.journey import Journey, Leg, Source, Stage
 from pdnode.meter import Arrivals, Meter, Work
-from pdnode.placement import Decline, EngineView, Facts, NodeView, Plan, place
+from pdnode.placement import DECODE, PREFILL, Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.prefixes import Chain, Prefixes
 from pdnode.vllm_compat import (
     BlockHasher,
@@ -55,6 +56,8 @@ class Counters:
     decode_first: int = 0
     """Requests that were sent to D together with P."""
     flow_reasons: Counter = field(default_factory=Counter)
+    prompts_cut: int = 0
+    """Sent to be computed in shorter passes than the engine's, as short ones come meanwhile."""
     recomputed_prompt_tokens: int = 0
     resumes: int = 0
     resume_recomputed_tokens: int = 0
@@ -81,7 +84,8 @@ class Legs(FanOut):
         self._sinks: dict[str, asyncio.Queue[EngineCoreOutput]] = {}
         self._tasks: set[asyncio.Task] = set()
         self._custom_logits_processors = bool(config.frontend_args.logits_processors)
-        self.meters = [Meter(_estimator(engine)) for engine in engines]
+        self._never = config.placement.split == "never"
+        self.meters = _meters(engines, config.placement.stretch)
         self._arrivals = Arrivals()
         self._records: list[EngineRecord | None] = []
         self._records_ms = float("-inf")
@@ -114,6 +118,7 @@ class Legs(FanOut):
             requests=engine.requests,
             queued_tokens=engine.queued_tokens,
             queued_ms=meter.backlog.left_ms(now_ms) if constants else None,
+            queue=meter.backlog.queue(now_ms) if constants else (),
             streams=meter.streams,
             free_tokens=record.blocks_free * block if known else None,
             unused_tokens=_unused_blocks(record) * block if known else 0,
@@ -166,10 +171,41 @@ class Legs(FanOut):
         engine = self._engine(leg.slot)
         self._by_leg[leg.leg_id] = journey
         engine.leg_sent(leg.prompt_tokens)
-        leg.work = _work(journey, leg)
-        self.meters[leg.slot].sent(leg.work, monotonic_ms())
+        leg.work = _work(journey, leg, steady=self._streams_beside(engine))
+        now_ms, crowded = monotonic_ms(), self._crowded(leg.work)
+        self.meters[leg.slot].sent(leg.work, now_ms)
+        for meter in crowded:
+            meter.crowd.came(now_ms, leg.work.ms)
+        self._give_turn(leg.work, request)
         self._prefixes.sent(leg.slot, journey.chain)
         await engine.client.add_request_async(request)
+
+    def _streams_beside(self, engine: Engine) -> bool:
+        """Streams run on this decode engine, or are about to come there from prefill."""
+        if engine.role != DECODE or self._never:
+            return False
+        prefills = (self.meters[e.slot] for e in self._engines if e.role == PREFILL)
+        return self.meters[engine.slot].streams > 0 or any(meter.computes for meter in prefills)
+
+    def _crowded(self, work: Work) -> list[Meter]:
+        """Those that compute prompts, if ``work`` is one and finds them all at it: wherever it goes, it
+        would rather have gone there, and the next ones will."""
+        if not work.computes or work.tokens < self._shape.block_size:
+            return []
+        meters = [
+            self.meters[engine.slot]
+            for engine in self._engines
+            if engine.state is EngineState.READY and (self._never or engine.role == PREFILL)
+        ]
+        return meters if all(meter.computes for meter in meters) else []
+
+    def _give_turn(self, work: Work, request: EngineCoreRequest) -> None:
+        params, turn = request.sampling_params, work.turn
+        if params is None or turn is None or not self._config.placement.stretch:
+            return
+        # A leg's parameters are its own copy.
+        params.extra_args = {**(params.extra_args or {}), TURN: tuple(turn)}
+        self.counters.prompts_cut += bool(turn.pass_tokens)
 
     def _leg_over(self, journey: Journey) -> None:
         leg = journey.leg
@@ -270,11 +306,22 @@ def _estimator(engine: Engine) -> Estimator:
     return Estimator(chunk_tokens=engine.max_batched_tokens)
 
 
-def _work(journey: Journey, leg: Leg) -> Work:
+def _meters(engines: list[Engine], stretch: float) -> list[Meter]:
+    meters = [Meter(_estimator(engine), stretch) for engine in engines]
+    for engine, meter in zip(engines, meters, strict=True):
+        meter.alike = [
+            other.estimator
+            for peer, other in zip(engines, meters, strict=True)
+            if peer is not engine and peer.spec.device.power == engine.spec.device.power
+        ]
+    return meters
+
+
+def _work(journey: Journey, leg: Leg, *, steady: bool) -> Work:
     estimates = journey.plan.estimates
     computes, prompt = journey.source is None, len(journey.request.prompt_token_ids or ())
     cached = prompt - estimates.new_tokens if computes and estimates is not None else 0
-    return Work(leg.prompt_tokens, cached, computes)
+    return Work(leg.prompt_tokens, cached, computes, steady)
 
 
 def _hasher(engines: list[Engine], view: NodeView) -> BlockHasher | None:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
-from pdnode import estimate
-from pdnode.estimate import Backlog, Estimator
+from pdnode import estimate, turns
+from pdnode.estimate import Backlog, Estimator, Queued
+from pdnode.turns import Crowd, Turn
 
 if TYPE_CHECKING:
     from ipc.records import EngineRecord
+    from pdnode.estimate import Constants
 
 LATELY = 64
 """Requests whose arrival times make the present rate."""
@@ -32,6 +35,8 @@ class Work:
     tokens: int
     cached: int = 0
     computes: bool = True
+    steady: bool = False
+    """Streams of others run, or are about to come, where it is computed."""
     ms: float = 0.0
     """What it was estimated to take when it was sent; 0 while nothing was measured."""
     sent_ms: float = 0.0
@@ -39,12 +44,24 @@ class Work:
     """Of others, when it was sent."""
     alone: bool = True
     """No other prompt was waiting or computed on that engine while this one was."""
+    turn: Turn | None = None
+    queued: Queued | None = None
+    """Its part of the engine's backlog."""
+
+    @property
+    def new(self) -> int:
+        return max(1, self.tokens - self.cached)
 
 
 @dataclass(slots=True)
 class Meter:
     estimator: Estimator
+    stretch: float = 0.0
+    """A prompt is due so many times its own time after it came, and goes in that order; 0: as it came."""
     backlog: Backlog = field(default_factory=Backlog)
+    crowd: Crowd = field(default_factory=Crowd)
+    alike: list[Estimator] = field(default_factory=list)
+    """Of the other engines that are about as fast."""
     streams: int = 0
     """Requests past their first token here."""
     waiting: list[Work] = field(default_factory=list)
@@ -55,19 +72,41 @@ class Meter:
     _evictions: tuple[int, int] = (0, 0)
     """The same of evicted blocks, and of those that were computed again."""
 
+    @property
+    def computes(self) -> bool:
+        """A prompt is there that was not answered."""
+        return any(work.computes for work in self.waiting)
+
     def sent(self, work: Work, now_ms: float) -> None:
         constants = self.estimator.constants()
         work.sent_ms, work.streams, work.alone = now_ms, self.streams, not self.waiting
         for other in self.waiting:
             other.alone = False
+        pass_ms = inf
         if constants is not None and work.computes:
-            new = max(1, work.tokens - work.cached)
-            work.ms = estimate.prefill_ms(constants, new, work.cached, self.streams)
+            work.ms = estimate.prefill_ms(constants, work.new, work.cached, self.streams)
+            pass_ms = self._take_turn(work, constants, now_ms)
         elif constants is not None:
             work.ms = estimate.handoff_ms(constants, work.tokens - work.cached)
+        if work.turn is None:
+            work.turn = Turn(now_ms, work.new if work.computes else 1)
         self.waiting.append(work)
-        self.backlog.sent(work.ms, now_ms)
+        work.queued = self.backlog.sent(work.ms, now_ms, work.turn.deadline_ms, pass_ms)
         self._step = (0, 0.0)
+
+    def _take_turn(self, work: Work, constants: Constants, now_ms: float) -> float:
+        """Returns what one pass takes of it, in milliseconds."""
+        if not self.stretch:
+            return inf
+        if work.steady:
+            tokens = turns.beside_streams(constants, work.cached, work.new)
+        else:
+            short_ms = self.crowd.short_ms(now_ms)
+            tokens = turns.pass_tokens(constants, work.cached, work.new, short_ms)
+        work.turn = Turn(now_ms + self.stretch * work.ms, work.new, tokens)
+        cut = turns.in_passes_of(constants, tokens)
+        work.ms = estimate.prefill_ms(cut, work.new, work.cached, self.streams)
+        return turns.pass_ms(constants, work.new, work.ms, tokens)
 
     def answered(self, work: Work, computed: int | None, cached: int, now_ms: float) -> None:
         """``computed``, ``cached``: of its prompt, as the engine says (None: it does not)."""
@@ -77,14 +116,17 @@ class Meter:
         if not work.alone or not work.computes or not computed:
             return
         ms = now_ms - work.sent_ms - (constants.front_ms if constants else 0.0)
+        pass_tokens = work.turn.pass_tokens if work.turn is not None else 0
         if work.streams:
             if constants is None:
                 return
             # It joined in the middle of a step, and every pass served the streams too.
-            passes = -(-computed // constants.chunk_tokens)
+            passes = -(-computed // turns.in_passes_of(constants, pass_tokens).chunk_tokens)
             ms -= estimate.step_ms(constants, work.streams) / 2
             ms -= passes * constants.decode_step_ms_per_stream * work.streams
-        self.estimator.observe_prefill(computed, cached, ms)
+        self.estimator.observe_prefill(computed, cached, ms, pass_tokens)
+        for other in self.alike:
+            other.observe_prefill(computed, cached, ms, pass_tokens, of_another=True)
 
     def over(self, work: Work, now_ms: float, *, answered: bool) -> None:
         if answered:
@@ -94,7 +136,8 @@ class Meter:
 
     def _done(self, work: Work, now_ms: float) -> None:
         self.waiting.remove(work)
-        self.backlog.answered(work.ms, now_ms)
+        assert work.queued is not None
+        self.backlog.answered(work.queued, now_ms)
         self._step = (0, 0.0)
 
     def stepped(self, outputs: int, at_ms: float) -> None:

@@ -86,6 +86,11 @@ FAMILIES = (
     _node("requests_failed_total", "Requests that ended with an error of the node's.", "failed"),
     _node("requests_rejected_total", "Requests refused with 503 by a bound.", "rejected"),
     _node(
+        "prompts_cut_total",
+        "Prompts computed in shorter passes, as short ones came while others were computed.",
+        "prompts_cut",
+    ),
+    _node(
         "prefills_deferred_total",
         "Prompts that waited because finished ones held their share of blocks.",
         "prefills_deferred",

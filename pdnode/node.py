@@ -49,6 +49,7 @@ from pdnode.vllm_compat import (
     engine_config,
     fail_request,
     open_listen_socket,
+    order_prompts,
     read_environment_once,
     serve,
 )
@@ -267,6 +268,8 @@ class Node:
             args.worker_extension_cls = worker_extension.name_with(args.worker_extension_cls)
             connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
             template = engine_config(args, connector)
+            if self.config.placement.stretch:
+                order_prompts(template)
             settings = ConnectorSettings(
                 node_pid=os.getpid(),
                 index_name=self.index.name,

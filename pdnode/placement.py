@@ -14,13 +14,14 @@ P and D of a split are chosen apart: what P costs does not depend on D, nor the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
-from pdnode import estimate
-from pdnode.estimate import Constants, Estimates
+from pdnode import estimate, turns
+from pdnode.estimate import Ahead, Constants, Estimates
 from pdnode.token1 import Token1
 
 PREFILL, DECODE = "prefill", "decode"
@@ -40,6 +41,10 @@ REASONS = (
 )  # fmt: skip
 """And the field or input that a request cannot be split for (``Facts.whole``, ``token1_field``)."""
 DECLINES = ("no_engine_ready",)
+
+SLOWED = 0.2
+"""What a millisecond counts by which a stream comes later, step by step and within what a step may
+take (``turns.STEADY``), beside one that it stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class EngineView:
     queued_tokens: int = 0
     queued_ms: float | None = None
     """The same work by its estimates; better, for it knows what is cached. None: not known."""
+    queue: tuple[Ahead, ...] = ()
+    """That work prompt by prompt, in the order of their deadlines; () when it is not known."""
     streams: int | None = None
     """Requests past their first token here. None: all requests of a D, none of a P."""
     free_tokens: int | None = None
@@ -85,6 +92,8 @@ class PlacementConfig:
     prefill_policy: Policy = "prefix-aware"
     decode_policy: Policy = "prefix-aware"
     split: Split = "auto"
+    stretch: float = 0.0
+    """Prompts are computed by deadline (:mod:`pdnode.turns`); 0: in the order in which they came."""
     share_prefixes: bool = False
     """An engine can copy a prefix that it lacks from any engine that holds it."""
 
@@ -250,9 +259,9 @@ _cost = attrgetter("total_ms")
 
 
 def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Plan:
-    donor, each = _donor(facts, view), _arrivals_per_ms(view, PREFILL)
-    prompt = min((_prompt(facts, e, donor, each) for e in prefills), key=_cost)
-    rest = min((_rest(facts, e, copy=True) for e in decodes), key=_cost)
+    donor = _donor(facts, view)
+    prompt = min((_prompt(facts, e, donor, view) for e in prefills), key=_cost)
+    rest = min((_rest(facts, e, view, copy=True) for e in decodes), key=_cost)
     estimates = Estimates(*map(add, prompt.parts, rest.parts))
     split = Plan(
         prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
@@ -264,9 +273,12 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
 
 def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str) -> Plan:
     """All of the request on the one of ``engines`` where that costs least."""
-    donor, each = _donor(facts, view), _arrivals_per_ms(view, engines[0].role)
+    donor, coming = _donor(facts, view), _coming_ms(view, engines[0].role)
     prompt, rest = min(
-        ((_prompt(facts, e, donor, each), _rest(facts, e, copy=False)) for e in engines),
+        (
+            (_prompt(facts, e, donor, view, coming), _rest(facts, e, view, copy=False))
+            for e in engines
+        ),
         key=lambda legs: legs[0].total_ms + legs[1].total_ms,
     )
     estimates = Estimates(*map(add, prompt.parts, rest.parts))
@@ -305,35 +317,68 @@ def _why_not_split(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> st
 
 
 def _prompt(
-    facts: Facts, e: EngineView, donor: tuple[int, int] | None, arrivals_per_ms: float
+    facts: Facts,
+    e: EngineView,
+    donor: tuple[int, int] | None,
+    view: NodeView,
+    coming_ms: Sequence[float] = (),
 ) -> _Leg:
     """The prompt up to token 1 on ``e``, which may first copy what ``donor`` holds and it lacks."""
     # An engine computes at least the last token: sampling needs its logits.
     cached = min(facts.cached.get(e.slot, 0), facts.prompt_tokens - 1)
     if donor is not None and _copy_pays(e.constants, donor[1] - cached, cached):
-        leg = _compute(facts, e, donor[1], donor[1] - cached, arrivals_per_ms)
+        leg = _compute(facts, e, donor[1], donor[1] - cached, view, coming_ms)
         return leg._replace(prefix_from=donor[0])
-    return _compute(facts, e, cached, 0, arrivals_per_ms)
+    return _compute(facts, e, cached, 0, view, coming_ms)
 
 
 def _copy_pays(c: Constants, tokens: int, cached: int) -> bool:
     return tokens > 0 and estimate.handoff_ms(c, tokens) < estimate.compute_ms(c, tokens, cached)
 
 
-def _compute(facts: Facts, e: EngineView, cached: int, copied: int, arrivals_per_ms: float) -> _Leg:
-    """What lies beyond ``cached`` tokens, ``copied`` of which come from a peer."""
+def _compute(
+    facts: Facts,
+    e: EngineView,
+    cached: int,
+    copied: int,
+    view: NodeView,
+    coming_ms: Sequence[float],
+) -> _Leg:
+    """What lies beyond ``cached`` tokens, ``copied`` of which come from a peer. ``coming_ms``: when
+    streams will come to an engine like this one."""
     c, streams = e.constants, _streams(e)
-    wait_ms, copy_ms = _wait_ms(e, streams), estimate.handoff_ms(c, copied)
+    copy_ms = estimate.handoff_ms(c, copied)
     new = facts.prompt_tokens - cached
+    decodes = e.role == DECODE and view.config.split != "never"
+    steady = bool(view.config.stretch and decodes and (streams or coming_ms))
+    if steady:
+        c = turns.in_passes_of(c, turns.beside_streams(c, cached, new))
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
+    wait_ms, late_ms = _among(e, streams, ms, view.config.stretch)
     stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)
-    behind = estimate.behind_ms(arrivals_per_ms, wait_ms, ms)
+    if coming_ms:
+        alike = sum(other.ready and other.role == e.role for other in view.engines)
+        stall += sum(max(0.0, wait_ms + ms - at_ms) for at_ms in coming_ms) / alike
+    behind = late_ms + estimate.behind_ms(_arrivals_per_ms(view, e.role), wait_ms, ms)
+    if steady:
+        stall *= SLOWED
     evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
     parts = (new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
     return _Leg(wait_ms + ms + stall + evict + behind, e.slot, parts)
 
 
-def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
+def _coming_ms(view: NodeView, role: str) -> list[float]:
+    """When prefill engines will be done with what they have, if engines of ``role`` get the rest of it.
+    A stream that comes while a prompt is computed there waits for it with its second token."""
+    found: list[float] = []
+    if role == DECODE and view.config.split != "never":
+        for e in view.engines:
+            if e.ready and e.role == PREFILL:
+                found += accumulate(prompt.left_ms for prompt in e.queue)
+    return found
+
+
+def _rest(facts: Facts, e: EngineView, view: NodeView, *, copy: bool) -> _Leg:
     """Every token after token 1 on ``e``; ``copy``: the prompt's KV comes from elsewhere."""
     c, streams = e.constants, _streams(e)
     tokens = estimate.output_tokens(c, facts.max_tokens)
@@ -343,7 +388,9 @@ def _rest(facts: Facts, e: EngineView, *, copy: bool) -> _Leg:
     if copy:
         lacking = facts.prompt_tokens - facts.cached.get(e.slot, 0)
         copy_ms = estimate.handoff_ms(c, lacking)
-        wait_ms, handoff_ms = _wait_ms(e, streams), c.front_ms + copy_ms
+        # It is due when it comes: whatever an engine is about to compute waits for a copy.
+        wait_ms, _ = _among(e, streams, 0.0, view.config.stretch)
+        handoff_ms = c.front_ms + copy_ms
         stall += copy_ms * streams * c.copy_in_step
         evict = estimate.evict_ms(c, lacking - e.unused_tokens)
     parts = (0, wait_ms, 0.0, handoff_ms, decode_ms, stall, evict, 0.0)
@@ -362,10 +409,13 @@ def _streams(e: EngineView) -> int:
     return e.requests if e.role == DECODE else 0
 
 
-def _wait_ms(e: EngineView, streams: int) -> float:
+def _among(e: EngineView, streams: int, own_ms: float, stretch: float) -> tuple[float, float]:
+    """(milliseconds until work that takes ``own_ms`` begins there, and by how much it makes others late)."""
+    if e.queue:
+        return turns.among(e.queue, own_ms, stretch)
     if e.queued_ms is not None:
-        return e.queued_ms
-    return estimate.queue_ms(e.constants, e.queued_tokens, streams)
+        return e.queued_ms, 0.0
+    return estimate.queue_ms(e.constants, e.queued_tokens, streams), 0.0
 
 
 def _donor(facts: Facts, view: NodeView) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdnode import turns
 from pdnode.estimate import Constants
 from pdnode.placement import PlacementConfig
 from pdnode.sim.engine import Engine
@@ -94,7 +95,7 @@ def simulate(
     roles = ["prefill"] * prefill + ["decode"] * decode
     blocks = max(kv_tokens // BLOCK, _largest(arrivals))
     engines = [Engine(i, role, constants, blocks, noise=0.0) for i, role in enumerate(roles)]
-    config = PlacementConfig(split="auto" if prefill else "never")
+    config = PlacementConfig(split="auto" if prefill else "never", stretch=turns.STRETCH)
     node = Node(engines, Placement(engines, config, constants), constants, contention)
     return node.run(sessions(arrivals, faster))
 

@@ -78,6 +78,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 for name in ("follow_no_room", "follow_yielded")
                 if (total := sum(getattr(load, name) for load in loads))
             },
+            "prompts_cut": counters.prompts_cut,
             "recomputed_prompt_tokens": counters.recomputed_prompt_tokens
             + sum(load.recomputed_tokens for load in loads),
             "load_failures": sum(load.load_failures for load in loads),

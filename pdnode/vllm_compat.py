@@ -43,6 +43,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
+from pdnode.connector import prompt_order
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -96,8 +98,11 @@ __all__ = [
     "flush_traces",
     "init_logger",
     "open_listen_socket",
+    "order_prompts",
     "process_dict_updates",
+    "prompts_in_order",
     "read_environment_once",
+    "scheduler_class",
     "serve",
     "sleep_soon",
     "spawn_engine_core",
@@ -106,6 +111,7 @@ __all__ = [
 
 SUPPORTED = ">=0.32,<0.34"
 FLUSH_TRACES_MS = 2000
+CAN_BEGIN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 ASLEEP_MS = 10
 """At most, before a message is looked for again (:func:`sleep_soon`)."""
@@ -158,6 +164,14 @@ TOUCHED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.exceptions", "GracefulHTTPError.__init__", ("message", "http_status")),
     ("vllm.exceptions", "GenerationError", ()),  # .status_code
     ("vllm.config.scheduler", "SchedulerConfig", ("max_num_seqs", "max_num_queued_reqs")),
+    ("vllm.config.scheduler", "SchedulerConfig", ("policy", "scheduler_cls", "async_scheduling")),
+    ("vllm.config.scheduler", "SchedulerConfig", ("enable_chunked_prefill",)),
+    # .running, .waiting (a deque), .max_num_scheduled_tokens, .max_num_active_reqs, .block_size
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ()),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", ()),
+    ("vllm.v1.core.sched.request_queue", "FCFSRequestQueue", ()),
+    # .is_prefill_chunk, .num_tokens, .num_computed_tokens, .num_output_placeholders, .mm_features
+    ("vllm.v1.request", "Request.num_tokens_with_spec", ()),
     (
         "vllm.v1.engine",
         "EngineCoreRequest",
@@ -379,6 +393,90 @@ def engine_config(
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.kv_transfer_config = kv_transfer_config
     return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def order_prompts(config: VllmConfig) -> None:
+    """Have this engine's prompts computed by their deadlines (``connector/schedulers.py``).
+
+    For the policy of first come, first served, and vLLM's own scheduler.
+    """
+    kind = "AsyncScheduler" if config.scheduler_config.async_scheduling else "Scheduler"
+    config.scheduler_config.scheduler_cls = f"pdnode.connector.schedulers.{kind}"
+
+
+def scheduler_class(*, asynchronous: bool) -> type:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return AsyncScheduler if asynchronous else Scheduler
+
+
+def prompts_in_order(base: type) -> type:
+    """``base``, asking :func:`prompt_order.next_pass` before each step.
+
+    vLLM allows running requests to be left out of a step (it does so itself when its budget is used
+    up). One is left out here by not being in ``running`` while the step is made.
+    """
+
+    class Scheduler(base):
+        _gives_way = True
+
+        def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+            prompts = [r for r in self.running if r.is_prefill_chunk]
+            if not prompts and not self.waiting:
+                return super().schedule(*args, **kwargs)
+            room = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
+            if len(self.running) >= self.max_num_active_reqs:
+                room = 0
+            chosen = prompt_order.next_pass(
+                [_prompt(r, r.num_tokens - r.num_computed_tokens) for r in prompts],
+                [_prompt(r, 0, r.num_tokens < room) for r in self.waiting],
+                give_way=self._gives_way,
+            )
+            streams = [r for r in self.running if not r.is_prefill_chunk]
+            served = [prompts[i] for i in chosen.running]
+            held = [r for i, r in enumerate(prompts) if i not in set(chosen.running)]
+            self.running[:] = [*streams, *served]
+            _reorder(self.waiting, chosen.waiting)
+            most, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
+            self.max_num_active_reqs -= len(held)
+            if self.scheduler_config.enable_chunked_prefill:
+                steps = sum(r.num_tokens_with_spec - r.num_computed_tokens for r in streams)
+                placeholders = sum(r.num_output_placeholders for r in streams)
+                self.max_num_scheduled_tokens = min(most, chosen.tokens + steps + placeholders)
+            try:
+                output = super().schedule(*args, **kwargs)
+            finally:
+                self.max_num_scheduled_tokens, self.max_num_active_reqs = most, active
+                self.running.extend(held)
+            # Nobody made use of it: no room after all. The next step is for those who held back.
+            cached = output.scheduled_cached_reqs.resumed_req_ids
+            self._gives_way = not held or bool(output.scheduled_new_reqs or cached)
+            return output
+
+    Scheduler.__name__ = Scheduler.__qualname__ = base.__name__
+    return Scheduler
+
+
+def _prompt(request: Request, left: int, has_room: bool = True) -> prompt_order.Prompt:
+    """``left``: tokens to compute; 0: as many as the front end said."""
+    params = request.sampling_params
+    turn = (params.extra_args or {}).get(prompt_order.TURN) if params is not None else None
+    # Who says nothing goes first: what the node itself asks.
+    deadline_ms, tokens, pass_tokens = turn or (0.0, request.num_tokens, 0)
+    return prompt_order.Prompt(
+        deadline_ms,
+        left or max(1, tokens),
+        0 if request.mm_features else pass_tokens,  # a picture must fit into one pass
+        has_room and (left > 0 or request.status in CAN_BEGIN),
+    )
+
+
+def _reorder(queue: Any, order: list[int]) -> None:
+    if order != sorted(order):
+        requests = list(queue)
+        queue.clear()
+        queue.extend(requests[i] for i in order)
 
 
 def import_engine() -> None:

@@ -458,6 +458,20 @@ def test_no_flag_of_ours_is_vllms_or_its_beginning() -> None:
     assert not [(a, b) for a in ours for b in theirs if b.startswith(a)]
 
 
+@pytest.mark.parametrize(
+    ("asked", "by_deadline"),
+    [
+        ([], True),
+        (["--prompt-order", "arrival"], False),
+        (["--scheduling-policy", "priority"], False),
+        (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], False),
+    ],
+)
+def test_prompts_take_turns_unless_vllm_is_told_how(model, port, asked, by_deadline) -> None:
+    parsed = config.parse([model, "--port", str(port), *asked])
+    assert bool(parsed.placement.stretch) is by_deadline
+
+
 def test_parsing_leaves_the_environment_alone(model: str, port: int) -> None:
     before = dict(os.environ)
     config.parse([model, "--port", str(port)])

@@ -1,16 +1,20 @@
-"""One simulated engine: a queue of legs, passes that take their time, a KV cache that runs full."""
+"""One simulated engine: legs that take turns, passes that take their time, a KV cache that runs full."""
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from pdnode import estimate
+from pdnode.connector import prompt_order
 from pdnode.estimate import Constants
 from pdnode.sim.work import BLOCK, Request
+from pdnode.turns import Turn
 
 
 class BlockCache:
@@ -104,6 +108,7 @@ class Leg:
     blocks: tuple[int, ...]
     tokens: int
     journey: object
+    turn: Turn | None = None
     donor: BlockCache | None = None
     source: Leg | None = None
     estimated_ms: float = 0.0
@@ -112,30 +117,42 @@ class Leg:
     computed_tokens: int = 0
 
 
+_deadline = attrgetter("turn.deadline_ms")
+
+LOOKED_AT = 64
+"""Waiting legs at most, for what a pass may hold."""
+
+
+def _prompt(leg: Leg, can_begin: bool = True) -> prompt_order.Prompt:
+    assert leg.turn is not None
+    left = leg.left or leg.turn.tokens
+    return prompt_order.Prompt(leg.turn.deadline_ms, left, leg.turn.pass_tokens, can_begin)
+
+
 class Engine:
     """``noise``: passes take up to so much more or less than the constants say."""
 
     def __init__(self, slot: int, role: str, true: Constants, blocks: int, noise: float) -> None:
         self.slot, self.role, self.true = slot, role, true
         self.cache = BlockCache(blocks)
-        self.queue: deque[Leg] = deque()
+        self.queue: list[Leg] = []
+        """In the order of their deadlines, as are those begun."""
         self.running = False
-        self._current: Leg | None = None
+        self._begun: list[Leg] = []
         self._streams: list[tuple[int, int, Leg]] = []
         self._steps = self._order = 0
         self._noise, self._rng = noise, random.Random(slot)
         self.pass_ms_total = 0.0
 
     def send(self, leg: Leg) -> None:
-        self.queue.append(leg)
+        insort(self.queue, leg, key=_deadline)
         for b in leg.blocks:
             self.cache.expect(b)
 
     def begin_pass(self) -> tuple[float, list[Leg]]:
         """(milliseconds, legs that sample their first token here at its end); 0: nothing to do."""
-        budget, ms, firsts, computing = self.true.chunk_tokens, 0.0, [], False
-        while budget > 0 and (leg := self._current or self._admit()):
-            self._current = None
+        budget, ms, firsts, computing = self._budget(), 0.0, [], False
+        while budget > 0 and (leg := self._next()):
             ms += self._copy_ms(leg)
             if leg.kind != "decode":
                 computing = True
@@ -147,10 +164,10 @@ class Engine:
                     budget - chunk,
                 )
             if leg.left:
-                self._current = leg
+                insort(self._begun, leg, key=_deadline)
             else:
                 firsts.append(leg)
-        if not (self._streams or firsts or self._current):
+        if not (self._streams or firsts or self._begun):
             return 0.0, []
         fixed = self.true.prefill_pass_ms if computing else self.true.decode_step_ms
         ms += fixed + self.true.decode_step_ms_per_stream * len(self._streams)
@@ -158,10 +175,24 @@ class Engine:
         self.pass_ms_total += ms
         return ms, firsts
 
-    def _admit(self) -> Leg | None:
-        if not self.queue or not self.cache.fits(self.queue[0].blocks):
-            return None
-        leg = self.queue.popleft()
+    def _budget(self) -> float:
+        """Tokens of the next pass. Without turns every leg is due when it came."""
+        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+        waiting = [_prompt(leg, fits) for leg in self.queue[:LOOKED_AT]]
+        begun = [_prompt(leg) for leg in self._begun]
+        if not (begun or waiting):
+            return self.true.chunk_tokens
+        chosen = prompt_order.next_pass(begun, waiting, give_way=True)
+        return min(self.true.chunk_tokens, chosen.tokens)
+
+    def _next(self) -> Leg | None:
+        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+        if self._begun and not (fits and _deadline(self.queue[0]) < _deadline(self._begun[0])):
+            return self._begun.pop(0)
+        return self._admit() if fits else None
+
+    def _admit(self) -> Leg:
+        leg = self.queue.pop(0)
         for b in leg.blocks:
             self.cache.forget(b)
         prompt = leg.request.prompt_tokens

@@ -110,7 +110,7 @@ class Node:
         plan = leg.journey.plan
         if plan.prefix_from is not None and leg.kind != "decode":
             leg.donor = self._engines[plan.prefix_from].cache
-        self._router.sent(slot, plan, leg.request, leg.kind, self._now)
+        leg.turn = self._router.sent(slot, plan, leg.request, leg.kind, self._now)
         self._engines[slot].send(leg)
         self._at(self._now + self._true.front_ms / 2, self._wake, self._engines[slot])
 
@@ -162,7 +162,7 @@ class Node:
             owner.cache.give(p.blocks)
             self._wake(owner)  # it may have waited for room
             return
-        self._router.answered(engine.slot, leg.journey.plan, leg.request, self._now)
+        self._router.answered(engine.slot, leg.request, self._now)
         leg.journey.first_ms = self._now + self._true.front_ms / 2
         self.result.prompt_tokens += leg.request.prompt_tokens
         self.result.computed_tokens += leg.computed_tokens

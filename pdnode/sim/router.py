@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import Protocol
 
-from pdnode.estimate import Backlog, Constants, Estimator
-from pdnode.placement import EngineView, Facts, NodeView, PlacementConfig, Plan, place
+from pdnode import turns
+from pdnode.estimate import Backlog, Constants, Estimator, Queued
+from pdnode.placement import (
+    DECODE,
+    PREFILL,
+    EngineView,
+    Facts,
+    NodeView,
+    PlacementConfig,
+    Plan,
+    place,
+)
 from pdnode.sim.engine import Engine
 from pdnode.sim.work import BLOCK, Request
+from pdnode.turns import Crowd, Turn
 
 MAX_TOKENS = 1024
 """What every client asks for: how long an answer will be is known to nobody."""
@@ -18,8 +30,8 @@ class Router(Protocol):
     """What the simulated node asks and tells. ``sent``: a leg went out; ``answered``, ``over``."""
 
     def route(self, request: Request, now_ms: float) -> Plan: ...
-    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> None: ...
-    def answered(self, slot: int, plan: Plan, request: Request, now_ms: float) -> None: ...
+    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> Turn: ...
+    def answered(self, slot: int, request: Request, now_ms: float) -> None: ...
     def over(self, slot: int) -> None: ...
 
 
@@ -29,6 +41,9 @@ class Placement:
     def __init__(self, engines: list[Engine], config: PlacementConfig, believed: Constants) -> None:
         self._engines, self._config = engines, config
         self._backlog = [Backlog() for _ in engines]
+        self._crowd = [Crowd() for _ in engines]
+        self._queued_work: dict[int, Queued] = {}
+        """By the identity of its request."""
         self._requests = [0] * len(engines)
         self._waiting = [0] * len(engines)
         self._queued = [0] * len(engines)
@@ -90,26 +105,56 @@ class Placement:
             requests=self._requests[e.slot],
             queued_tokens=self._queued[e.slot],
             queued_ms=self._backlog[e.slot].left_ms(now_ms),
+            queue=self._backlog[e.slot].queue(now_ms),
             streams=self._requests[e.slot] - self._waiting[e.slot],
             free_tokens=e.cache.free * BLOCK,
             unused_tokens=e.cache.unused * BLOCK,
             constants=constants,
         )
 
-    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> None:
+    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> Turn:
+        steady = self._streams_beside(slot)
         self._requests[slot] += 1
         if kind == "decode":
-            return
+            return Turn(now_ms, 1)
+        backlog, found, pass_ms = self._backlog[slot], plan.estimates, inf
+        turn, ms = Turn(now_ms, request.prompt_tokens), 0.0
+        if found is not None:
+            ms = found.prefill_ms
+            prefills = [e.slot for e in self._engines if e.role == PREFILL] or [slot]
+            if all(self._waiting[p] for p in prefills):
+                for p in prefills:
+                    self._crowd[p].came(now_ms, ms)
+            turn, pass_ms = self._its_turn(slot, request, found.new_tokens, ms, now_ms, steady)
         self._waiting[slot] += 1
         self._queued[slot] += request.prompt_tokens
-        if plan.estimates is not None:
-            self._backlog[slot].sent(plan.estimates.prefill_ms, now_ms)
+        self._queued_work[id(request)] = backlog.sent(ms, now_ms, turn.deadline_ms, pass_ms)
+        return turn
 
-    def answered(self, slot: int, plan: Plan, request: Request, now_ms: float) -> None:
+    def _its_turn(
+        self, slot: int, request: Request, new: int, ms: float, now_ms: float, steady: bool
+    ) -> tuple[Turn, float]:
+        stretch, crowd, c = self._config.stretch, self._crowd[slot], self._estimator.constants()
+        if not stretch or c is None:
+            return Turn(now_ms, new), inf
+        cached = request.prompt_tokens - new
+        if steady:
+            tokens = turns.beside_streams(c, cached, new)
+        else:
+            tokens = turns.pass_tokens(c, cached, new, crowd.short_ms(now_ms))
+        pass_ms = turns.pass_ms(c, new, ms, tokens)
+        return Turn(now_ms + stretch * ms, new, tokens), pass_ms
+
+    def _streams_beside(self, slot: int) -> bool:
+        if self._engines[slot].role != DECODE or self._config.split == "never":
+            return False
+        coming = any(self._waiting[e.slot] for e in self._engines if e.role == PREFILL)
+        return coming or self._requests[slot] > self._waiting[slot]
+
+    def answered(self, slot: int, request: Request, now_ms: float) -> None:
         self._waiting[slot] -= 1
         self._queued[slot] -= request.prompt_tokens
-        if plan.estimates is not None:
-            self._backlog[slot].answered(plan.estimates.prefill_ms, now_ms)
+        self._backlog[slot].answered(self._queued_work.pop(id(request)), now_ms)
 
     def over(self, slot: int) -> None:
         self._requests[slot] -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdnode import turns
 from pdnode.placement import PlacementConfig
 from pdnode.sim.engine import Engine
 from pdnode.sim.node import Node, Result, percentile
@@ -19,7 +20,8 @@ def _placed(**config) -> Callable[[list[Engine]], Router]:
 
 
 ROUTERS: dict[str, Callable[[list[Engine]], Router]] = {
-    "place": _placed(share_prefixes=True),
+    "place": _placed(share_prefixes=True, stretch=turns.STRETCH),
+    "place, as they came": _placed(share_prefixes=True),
     "place, no sharing": _placed(),
     "round-robin": _placed(
         prefill_policy="round-robin", decode_policy="round-robin", split="always"

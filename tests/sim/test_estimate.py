@@ -45,15 +45,54 @@ def test_only_what_pushes_something_out_is_paid_for():
 
 def test_a_backlog_runs_off_but_not_below_nothing():
     backlog = Backlog()
-    backlog.sent(100, now_ms=0)
-    backlog.sent(50, now_ms=10)
+    first = backlog.sent(100, now_ms=0)
+    second = backlog.sent(50, now_ms=10)
     assert backlog.left_ms(40) == 110
-    backlog.answered(100, now_ms=120)
+    assert backlog.left_ms(110) == 50, "the second begins when the first is answered"
+    backlog.answered(first, now_ms=120)
     assert backlog.left_ms(130) == 40
     assert backlog.left_ms(500) == 0
-    backlog.answered(50, now_ms=500)
+    backlog.answered(second, now_ms=500)
     backlog.sent(30, now_ms=1000)
     assert backlog.left_ms(1000) == 30
+
+
+def test_a_backlog_is_worked_off_by_deadline():
+    backlog = Backlog()
+    long = backlog.sent(400, now_ms=0, deadline_ms=800, pass_ms=50)
+    assert backlog.queue(100) == ((700, 300, 25),)
+    short = backlog.sent(30, now_ms=100, deadline_ms=160)
+    assert backlog.queue(110) == ((50, 30, 0), (690, 290, 15)), "a pass goes on to its end"
+    assert backlog.queue(135) == ((25, 20, 20), (665, 275, 0)), "then the short one is computed"
+    backlog.answered(short, now_ms=155)
+    assert backlog.queue(160) == ((640, 270, 25),)
+    backlog.answered(long, now_ms=440)
+    assert backlog.queue(440) == ()
+
+
+def test_a_pass_that_takes_all_of_a_prompt_lets_nobody_pass():
+    backlog = Backlog()
+    backlog.sent(400, now_ms=0, deadline_ms=800)
+    short = backlog.sent(30, now_ms=100, deadline_ms=160)
+    assert backlog.queue(200) == ((-40, 30, 0), (600, 200, 200))
+    assert backlog.queue(410) == ((-250, 20, 20), (390, 0, 0))
+    backlog.answered(short, now_ms=410)
+    assert backlog.left_ms(420) == 0
+
+
+def test_what_another_engine_saw_is_used_where_one_saw_nothing_itself():
+    own, both = Estimator(chunk_tokens=2048), Estimator(chunk_tokens=2048)
+    for estimator in (own, both):
+        for _ in range(estimate.MIN_OBSERVATIONS):
+            for tokens in (16, 64, 200):
+                estimator.observe_prefill(tokens, 0, 30 + tokens)
+            estimator.observe_decode_step(1, 30)
+            estimator.observe_handoff(100, 1)
+    both.observe_prefill(1900, 0, 30 + 1900 + 0.001 * 1900 * 950, of_another=True)
+    both.observe_prefill(200, 0, 9000, of_another=True)  # its own are better
+    assert estimate.prefill_ms(own.constants(), 1900) == pytest.approx(1930, rel=0.05)
+    assert estimate.prefill_ms(both.constants(), 1900) == pytest.approx(3735, rel=0.05)
+    assert estimate.prefill_ms(both.constants(), 200) == pytest.approx(230, rel=0.2)
 
 
 def noisy(rng: random.Random, ms: float) -> float:
@@ -123,3 +162,16 @@ def test_evictions_cost_what_comes_back():
     for _ in range(estimate.REFIT_EVERY + 1):
         estimator.observe_evictions(evicted_tokens=1000, recomputed_tokens=250)
     assert estimator.constants().evicted_returns == pytest.approx(0.25)
+
+
+def test_the_first_prompt_of_its_length_counts_at_once():
+    estimator = Estimator(chunk_tokens=2048)
+    for _ in range(estimate.REFIT_EVERY):
+        for tokens in (16, 64):
+            estimator.observe_prefill(tokens, 0, 30 + tokens)
+        estimator.observe_decode_step(1, 30)
+        estimator.observe_handoff(100, 1)
+    before = estimate.prefill_ms(estimator.constants(), 1900)
+    estimator.observe_prefill(1900, 0, 4000)
+    assert before < 3000
+    assert estimate.prefill_ms(estimator.constants(), 1900) == pytest.approx(4000, rel=0.05)

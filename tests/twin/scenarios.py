@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -11,8 +12,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from aiohttp import ClientSession
+
+from bench import load
 from bench.leftovers import anonymous_names, names_of, still_there
 from bench.servers import MAX_MODEL_LEN, MODEL_NAME, Node
+from bench.streams import body
 from pdnode.reaper import marked
 from tests.twin.cases import BLOCK, CHAT, COMPLETIONS, Way, ids
 from tests.twin.checks import NEVER, settled
@@ -25,6 +30,7 @@ ROUNDS = 5
 LEAVERS = 16
 QUEUES = (32, 64, 128, 256)
 """Long prompts sent at once: prefilling them should take longer than seeing that all have begun."""
+LONGS, LONG_PROMPT = 4, 1000
 GONE_S = 10.0
 LAST_WORDS = 200
 """Tokens still to be answered when Ctrl-C comes: the drain time is for them."""
@@ -50,6 +56,34 @@ def all_cases_at_once(node: Node, recorded: list[Recorded]) -> None:
     ]
     assert not lines, "\n".join(lines[:20])
     nothing_failed(before, after)
+
+
+def short_passes_long(node: Node) -> None:
+    """In the order in which they came, prefill would compute the long ones first."""
+    longs = [ids(random.Random(f"long {i}"), LONG_PROMPT) for i in range(LONGS)]
+    short, order = ids(random.Random("passes them"), BLOCK + 20), []
+    before = settled(node)["counters"]
+
+    def begun() -> int:
+        return node.status()["counters"]["requests"] - before["requests"]
+
+    async def one(client: ClientSession, name: str, prompt: list[int]) -> None:
+        answer = await load.ask(client, body(MODEL_NAME, prompt, 4))
+        order.append((answer.token_s[0], name))
+
+    async def all_of_them() -> None:
+        async with load.session(node.url) as client, asyncio.TaskGroup() as group:
+            for prompt in longs:
+                group.create_task(one(client, "long", prompt))
+            while begun() < LONGS:
+                await asyncio.sleep(0.01)
+            assert not order
+            group.create_task(one(client, "short", short))
+
+    asyncio.run(all_of_them())
+    assert settled(node)["counters"]["handoffs"] == before["handoffs"] + LONGS + 1
+    names = [name for _, name in sorted(order)]
+    assert "short" in names[:2], names
 
 
 def may_share_a_batch(recorded: Recorded | Exception) -> bool:

@@ -46,5 +46,9 @@ def test_clients_may_leave_after_some_chunks(node, chunks):
     scenarios.leave_after(node, chunks)
 
 
+def test_a_short_prompt_passes_long_ones_that_came_before(node):
+    scenarios.short_passes_long(node)
+
+
 def test_ctrl_c_leaves_nothing(node):
     scenarios.ctrl_c_leaves_nothing(node)

@@ -32,7 +32,7 @@ def test_a_prefill_alone_on_an_idle_engine_is_seen_less_the_way():
     meter.sent(work := Work(200, 50), 1000.0)
     assert meter.backlog.left_ms(1000.0) == 160  # a pass and 150 tokens
     meter.answered(work, 150, 50, 1180.0)
-    assert meter.estimator.seen == [("prefill", 150, 50, 178.0)]
+    assert meter.estimator.seen == [("prefill", 150, 50, 178.0, 0)]
     assert meter.backlog.left_ms(1180.0) == 0
     assert meter.streams == 1
     meter.over(work, 2000.0, answered=True)
@@ -54,7 +54,7 @@ def test_beside_streams_their_part_is_taken_out():
     meter.sent(work := Work(100), 1000.0)
     meter.answered(work, 100, 0, 1200.0)
     # less the way (2), half a step of four streams (7), and four streams in the pass (4)
-    assert meter.estimator.seen == [("prefill", 100, 0, 187.0)]
+    assert meter.estimator.seen == [("prefill", 100, 0, 187.0, 0)]
 
 
 def test_a_leg_that_copies_is_no_prefill_and_one_that_is_given_up_leaves_the_queue():

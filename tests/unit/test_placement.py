@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from pdnode.estimate import Constants
+from pdnode.estimate import Ahead, Constants
 from pdnode.placement import (
     DECLINES,
     REASONS,
@@ -229,6 +229,30 @@ def test_an_idle_decode_engine_does_it_alone_when_prefill_is_busy():
     )
 
 
+def test_streams_on_their_way_to_decode_would_wait_for_a_prompt_there():
+    """Prefill will be done with another prompt long before decode would be with this one."""
+    soon, late = (Ahead(2000.0, 100.0, 100.0),), (Ahead(2000.0, 1400.0, 1400.0),)
+    assert chosen(LONG, measured(p(0, requests=1, queue=soon), d(1, 0)))[::2] == (0, "split_faster")
+    assert chosen(LONG, measured(p(0, requests=1, queue=late), d(1, 0)))[::2] == (
+        None,
+        "idle_decode",
+    )
+
+
+def test_a_short_prompt_is_sent_to_a_prefill_engine_where_it_passes_a_long_one():
+    queue = (Ahead(9000.0, 8000.0, 50.0),)
+    by_deadline = measured(p(0, requests=1, queue=queue), d(1, 2), stretch=2.0)
+    assert chosen(LONG, by_deadline) == (0, 1, "split_faster")
+    plan = place(LONG, by_deadline)
+    assert plan.estimates.wait_ms == 50
+    queue = (Ahead(-10.0, 8000.0, 50.0),)
+    assert chosen(LONG, measured(p(0, requests=1, queue=queue), d(1, 2))) == (
+        None,
+        1,
+        "whole_faster",
+    )
+
+
 def test_a_prefix_that_decode_holds_is_not_computed_again():
     facts = replace(LONG, cached={1: 990})
     assert chosen(facts, measured(p(0), d(1, 20))) == (None, 1, "prefix_on_decode")
@@ -323,7 +347,9 @@ def test_the_same_facts_and_view_give_the_same_plan():
 def test_takes_well_under_a_millisecond_for_eight_and_eight(share):
     held = {slot: 128 * slot for slot in range(16)}
     facts = Facts(5000, 500, cached=held, readable=held)
-    engines = [p(i, queued_ms=10.0 * i) for i in range(8)] + [d(i, i) for i in range(8, 16)]
+    queue = tuple(Ahead(100.0 * i, 50.0) for i in range(8))
+    engines = [p(i, queued_ms=10.0 * i, queue=queue) for i in range(8)]
+    engines += [d(i, i) for i in range(8, 16)]
     node = replace(measured(*engines, share_prefixes=share), max_model_len=32_768)
     took_us = []
     for _ in range(1000):
@@ -331,5 +357,5 @@ def test_takes_well_under_a_millisecond_for_eight_and_eight(share):
         place(facts, node)
         took_us.append((time.perf_counter_ns() - start) / 1000)
     print(f"median {median(took_us):.0f} us")
-    # About 90 us where nothing else runs; the bound leaves room for a machine that is busy.
+    # About MEASURE us where nothing else runs; the bound leaves room for a machine that is busy.
     assert median(took_us) < 1000

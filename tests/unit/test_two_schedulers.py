@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.tiny_models import tiny_llama
+from pdnode.turns import Turn
 from tests.unit.two_schedulers import BLOCK, CHUNK, Machine, next_token
 from tests.unit.vllm_scheduler import without_process_ties
 
@@ -98,7 +99,8 @@ def test_a_copy_that_was_lost_is_computed_and_said(machine):
     "machine", [(24, False), (40, False), (24, True), (40, True)], indirect=True
 )
 def test_a_crowd_over_few_blocks_never_reads_nonsense(machine):
-    """Chats that hop, with room for a few of them: every answer is what the whole prompt gives."""
+    """Chats that hop, with room for a few of them, and take turns that have nothing to do with when
+    they came: every answer is what the whole prompt gives."""
     rng = random.Random("crowd")
     starts = [ids(("system", i), 3 * BLOCK + 5) for i in range(3)]
     waiting: dict[str, tuple[int, list[int], int]] = {}
@@ -107,7 +109,8 @@ def test_a_crowd_over_few_blocks_never_reads_nonsense(machine):
     for number in range(150):
         prompt = [*rng.choice(starts), *ids(rng.randrange(12), rng.randrange(1, 60))]
         slot, count, name = rng.randrange(2), rng.randrange(1, 30), str(number)
-        machine.engines[slot].send(name, prompt, count)
+        turn = Turn(rng.randrange(100), len(prompt), rng.choice((0, 0, 16, 40)))
+        machine.engines[slot].send(name, prompt, count, turn=turn)
         waiting[name] = (slot, prompt, count)
         for _ in range(rng.randrange(9)):
             for engine in machine.engines:
@@ -156,6 +159,75 @@ def test_an_entry_offers_a_prompt_when_its_step_is_counted_and_not_before(machin
     assert ready() == [len(prompt)] * 2
     run(engine)
     assert engine.answers["a"] == engine.answers["b"] == expected(prompt, 6)
+
+
+AHEAD = pytest.mark.parametrize(
+    "machine", [(64, False), (64, True)], indirect=True, ids=["sync", "ahead"]
+)
+
+
+def begun(engine, *names: str) -> list[str]:
+    """In the order of their first tokens."""
+    found = []
+    while engine.busy:
+        engine.step()
+        found += [name for name in names if engine.answers[name] and name not in found]
+    return found
+
+
+@AHEAD
+def test_a_short_prompt_passes_a_long_one_that_is_computed(machine):
+    """Which goes on where it was, and both answer what they would by themselves."""
+    engine, long, short = machine.engines[0], ids("long", 400), ids("short", 40)
+    engine.send("long", long, 5, turn=Turn(800, 400, 20))
+    engine.step()
+    engine.step()
+    assert 0 < engine.scheduler.requests["long"].num_computed_tokens <= 2 * 20, (
+        "its passes are bound"
+    )
+    engine.send("short", short, 5, turn=Turn(100, 40))
+    assert begun(engine, "long", "short") == ["short", "long"]
+    assert engine.answers == {"long": expected(long, 5), "short": expected(short, 5)}
+
+
+@AHEAD
+def test_prompts_that_wait_are_begun_by_deadline_and_streams_go_on(machine):
+    engine = machine.engines[0]
+    engine.send("stream", ids("stream", 20), 60)
+    while not engine.answers["stream"]:
+        engine.step()
+    prompts = {str(due): ids(due, 100) for due in (500, 300, 400)}
+    for due, prompt in prompts.items():
+        engine.send(due, prompt, 2, turn=Turn(float(due), 100))
+    tokens = len(engine.answers["stream"])
+    assert begun(engine, *prompts) == ["300", "400", "500"]
+    assert engine.answers["stream"] == expected(ids("stream", 20), 60)
+    assert tokens + 6 < 60
+
+
+def test_who_holds_back_for_one_without_room_goes_on(machine):
+    """Here because it may not begin: what is offered already holds all that prefill may hold."""
+    engine = machine.engines[0]
+    engine.send("long", ids("holds back", 400), 3, turn=Turn(800, 400, 20))
+    engine.step()
+    engine.scheduler.connector._scheduler._must_wait = lambda request: True
+    engine.send("short", ids("no room", 40), 3, turn=Turn(100, 40))
+    for _ in range(60):
+        engine.step()
+    assert engine.answers["long"] == expected(ids("holds back", 400), 3)
+    assert not engine.answers["short"]
+
+
+def test_no_more_run_than_may_while_one_holds_back(machine):
+    engine = machine.engines[0]
+    engine.send("long", ids("one of eight", 300), 2, turn=Turn(9000, 300, 16))
+    engine.step()
+    for i in range(12):
+        engine.send(str(i), ids(("many", i), 20), 4, turn=Turn(float(i), 20))
+    while engine.busy:
+        engine.step()
+        assert len(engine.scheduler.running) <= 8
+    assert engine.answers["long"] == expected(ids("one of eight", 300), 2)
 
 
 def test_the_index_says_how_many_prompt_tokens_are_queued(machine):

@@ -13,6 +13,8 @@ from typing import Any
 
 from ipc.index import Index
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
+from pdnode.connector.prompt_order import TURN
+from pdnode.turns import Turn
 from pdnode.vllm_compat import EngineCoreRequest, SamplingParams
 from tests.unit.vllm_scheduler import index_of, model_output, scheduler
 
@@ -69,10 +71,18 @@ class Engine:
         self._tokens: dict[str, list[int]] = {}
         """As the device knows them: with those that the scheduler has not been told of."""
 
-    def send(self, request_id: str, tokens: list[int], answer: int, salt: str = "") -> None:
+    def send(
+        self,
+        request_id: str,
+        tokens: list[int],
+        answer: int,
+        salt: str = "",
+        turn: Turn | None = None,
+    ) -> None:
         from vllm.v1.request import Request
 
         params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        params.extra_args = {TURN: tuple(turn)} if turn is not None else None
         sent = EngineCoreRequest(
             request_id=request_id, prompt_token_ids=tokens, mm_features=None,
             sampling_params=params, pooling_params=None, arrival_time=time.time(),

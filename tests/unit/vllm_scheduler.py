@@ -11,7 +11,7 @@ from pdnode.connector import connector as facade
 from pdnode.connector.metadata import LoadReport
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.engine import kv_transfer_config
-from pdnode.vllm_compat import engine_config
+from pdnode.vllm_compat import engine_config, order_prompts
 
 MAX_LEN = 512
 
@@ -48,8 +48,6 @@ def scheduler(
     import torch
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -74,7 +72,8 @@ def scheduler(
     )
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
-    made = (AsyncScheduler if ahead else Scheduler)(
+    order_prompts(config)
+    made = config.scheduler_config.get_scheduler_cls()(
         config,
         cache,
         StructuredOutputManager(config),
