@@ -190,7 +190,7 @@ class Legs(FanOut):
     def _crowded(self, work: Work) -> list[Meter]:
         """Those that compute prompts, if ``work`` is one and finds them all at it: wherever it goes, it
         would rather have gone there, and the next ones will."""
-        if not work.computes or work.tokens < self._shape.block_size:
+        if not work.computes or work.new < self._shape.block_size:
             return []
         meters = [
             self.meters[engine.slot]
@@ -321,7 +321,8 @@ def _work(journey: Journey, leg: Leg, *, steady: bool) -> Work:
     estimates = journey.plan.estimates
     computes, prompt = journey.source is None, len(journey.request.prompt_token_ids or ())
     cached = prompt - estimates.new_tokens if computes and estimates is not None else 0
-    return Work(leg.prompt_tokens, cached, computes, steady)
+    coming = min(journey.plan.coming_tokens, cached) if computes else 0
+    return Work(leg.prompt_tokens, cached, computes, steady, coming)
 
 
 def _hasher(engines: list[Engine], view: NodeView) -> BlockHasher | None:

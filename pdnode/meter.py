@@ -37,6 +37,8 @@ class Work:
     computes: bool = True
     steady: bool = False
     """Streams of others run, or are about to come, where it is computed."""
+    coming: int = 0
+    """Of ``cached``: what another request is still to bring. It must not be passed by who waits for it."""
     ms: float = 0.0
     """What it was estimated to take when it was sent; 0 while nothing was measured."""
     sent_ms: float = 0.0
@@ -104,6 +106,10 @@ class Meter:
             short_ms = self.crowd.short_ms(now_ms)
             tokens = turns.pass_tokens(constants, work.cached, work.new, short_ms)
         work.turn = Turn(now_ms + self.stretch * work.ms, work.new, tokens)
+        if work.coming:
+            new, cached = work.new + work.coming, work.cached - work.coming
+            due_ms = self.stretch * estimate.prefill_ms(constants, new, cached, self.streams)
+            work.turn = Turn(now_ms + due_ms, new, tokens)
         cut = turns.in_passes_of(constants, tokens)
         work.ms = estimate.prefill_ms(cut, work.new, work.cached, self.streams)
         return turns.pass_ms(constants, work.new, work.ms, tokens)

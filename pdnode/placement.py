@@ -123,6 +123,8 @@ class Plan:
     estimates: Estimates | None = field(default=None, compare=False)
     decode_first: bool = False
     """D copies the prompt's KV while P computes it (see flow)."""
+    coming_tokens: int = 0
+    """Of the prompt: not here yet where it is computed, but asked for by another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
     split = Plan(
         prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
     )
+    split = replace(split, coming_tokens=_coming_tokens(facts, prompt.slot))
     if view.config.split == "always":
         return split
     return _lesser(split, _whole(facts, view, decodes, "whole_faster"), facts, view)
@@ -282,7 +285,8 @@ def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str)
         key=lambda legs: legs[0].total_ms + legs[1].total_ms,
     )
     estimates = Estimates(*map(add, prompt.parts, rest.parts))
-    return Plan(None, prompt.slot, Token1.FORWARD, reason, prompt.prefix_from, estimates)
+    plan = Plan(None, prompt.slot, Token1.FORWARD, reason, prompt.prefix_from, estimates)
+    return replace(plan, coming_tokens=_coming_tokens(facts, prompt.slot))
 
 
 def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:
@@ -365,6 +369,10 @@ def _compute(
     evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
     parts = (new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
     return _Leg(wait_ms + ms + stall + evict + behind, e.slot, parts)
+
+
+def _coming_tokens(facts: Facts, slot: int) -> int:
+    return max(0, facts.cached.get(slot, 0) - facts.readable.get(slot, 0))
 
 
 def _coming_ms(view: NodeView, role: str) -> list[float]:

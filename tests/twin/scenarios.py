@@ -62,7 +62,7 @@ def short_passes_long(node: Node) -> None:
     """In the order in which they came, prefill would compute the long ones first."""
     longs = [ids(random.Random(f"long {i}"), LONG_PROMPT) for i in range(LONGS)]
     short, order = ids(random.Random("passes them"), BLOCK + 20), []
-    before = settled(node)["counters"]
+    before = settled(node)
 
     def begun() -> int:
         return node.status()["counters"]["requests"] - before["requests"]
@@ -81,7 +81,7 @@ def short_passes_long(node: Node) -> None:
             group.create_task(one(client, "short", short))
 
     asyncio.run(all_of_them())
-    assert settled(node)["counters"]["handoffs"] == before["handoffs"] + LONGS + 1
+    assert settled(node)["handoffs"] == before["handoffs"] + LONGS + 1
     names = [name for _, name in sorted(order)]
     assert "short" in names[:2], names
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ipc.index import Index
+from pdnode.device import CpuDevice
 from pdnode.engine import EngineState
 from pdnode.placement import NodeView, PlacementConfig
 from pdnode.split_client import SplitClient
@@ -32,7 +33,7 @@ class Engine:
         self.ended_from_outside = False
         self.requests = self.queued_tokens = 0
         self.client = self
-        self.spec = SimpleNamespace(device=SimpleNamespace(kind="cpu"))
+        self.spec = SimpleNamespace(device=CpuDevice(((0,),)))
         self.max_batched_tokens = 128
         # No prefix cache: the front end then hashes no prompts.
         caching = SimpleNamespace(enable_prefix_caching=False)

@@ -91,6 +91,15 @@ def test_prompts_are_cut_when_others_come_meanwhile():
     )
 
 
+def test_who_waits_for_anothers_prefix_is_due_after_it():
+    meter = Meter(Estimator(chunk_tokens=2048, initial=KNOWN), turns.STRETCH)
+    meter.sent(first := Work(1000), 0.0)
+    meter.sent(sibling := Work(1000, cached=999, coming=999), 1.0)
+    assert sibling.ms == 11, "what it will take"
+    assert sibling.turn.deadline_ms > first.turn.deadline_ms
+    assert sibling.turn.tokens == 1000, "what it would take now"
+
+
 def test_beside_streams_a_prompt_is_cut_whoever_came():
     meter = Meter(Estimator(chunk_tokens=2048, initial=KNOWN), turns.STRETCH)
     meter.sent(work := Work(1000, steady=True), 0.0)
