@@ -108,7 +108,9 @@ class Leg:
     blocks: tuple[int, ...]
     tokens: int
     journey: object
+    due_ms: float = 0.0
     turn: Turn | None = None
+    """None: vLLM's own scheduler, which takes them as they came and fills every pass."""
     donor: BlockCache | None = None
     source: Leg | None = None
     estimated_ms: float = 0.0
@@ -117,7 +119,7 @@ class Leg:
     computed_tokens: int = 0
 
 
-_deadline = attrgetter("turn.deadline_ms")
+_due = attrgetter("due_ms")
 
 LOOKED_AT = 64
 """Waiting legs at most, for what a pass may hold."""
@@ -126,7 +128,7 @@ LOOKED_AT = 64
 def _prompt(leg: Leg, can_begin: bool = True) -> prompt_order.Prompt:
     assert leg.turn is not None
     left = leg.left or leg.turn.tokens
-    return prompt_order.Prompt(leg.turn.deadline_ms, left, leg.turn.pass_tokens, can_begin)
+    return prompt_order.Prompt(leg.due_ms, left, leg.turn.pass_tokens, can_begin)
 
 
 class Engine:
@@ -145,7 +147,7 @@ class Engine:
         self.pass_ms_total = 0.0
 
     def send(self, leg: Leg) -> None:
-        insort(self.queue, leg, key=_deadline)
+        insort(self.queue, leg, key=_due)
         for b in leg.blocks:
             self.cache.expect(b)
 
@@ -164,7 +166,7 @@ class Engine:
                     budget - chunk,
                 )
             if leg.left:
-                insort(self._begun, leg, key=_deadline)
+                insort(self._begun, leg, key=_due)
             else:
                 firsts.append(leg)
         if not (self._streams or firsts or self._begun):
@@ -176,18 +178,19 @@ class Engine:
         return ms, firsts
 
     def _budget(self) -> float:
-        """Tokens of the next pass. Without turns every leg is due when it came."""
-        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
-        waiting = [_prompt(leg, fits) for leg in self.queue[:LOOKED_AT]]
-        begun = [_prompt(leg) for leg in self._begun]
-        if not (begun or waiting):
+        """Tokens of the next pass."""
+        legs = [*self._begun, *self.queue[:LOOKED_AT]]
+        if any(leg.turn is None for leg in legs) or not legs:
             return self.true.chunk_tokens
-        chosen = prompt_order.next_pass(begun, waiting, give_way=True)
+        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+        prompts = [_prompt(leg, i < len(self._begun) or fits) for i, leg in enumerate(legs)]
+        begun = len(self._begun)
+        chosen = prompt_order.next_pass(prompts[:begun], prompts[begun:], give_way=True)
         return min(self.true.chunk_tokens, chosen.tokens)
 
     def _next(self) -> Leg | None:
         fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
-        if self._begun and not (fits and _deadline(self.queue[0]) < _deadline(self._begun[0])):
+        if self._begun and not (fits and _due(self.queue[0]) < _due(self._begun[0])):
             return self._begun.pop(0)
         return self._admit() if fits else None
 

@@ -111,6 +111,7 @@ class Node:
         if plan.prefix_from is not None and leg.kind != "decode":
             leg.donor = self._engines[plan.prefix_from].cache
         leg.turn = self._router.sent(slot, plan, leg.request, leg.kind, self._now)
+        leg.due_ms = self._now if leg.turn is None else leg.turn.deadline_ms
         self._engines[slot].send(leg)
         self._at(self._now + self._true.front_ms / 2, self._wake, self._engines[slot])
 

@@ -30,7 +30,9 @@ class Router(Protocol):
     """What the simulated node asks and tells. ``sent``: a leg went out; ``answered``, ``over``."""
 
     def route(self, request: Request, now_ms: float) -> Plan: ...
-    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> Turn: ...
+    def sent(
+        self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float
+    ) -> Turn | None: ...
     def answered(self, slot: int, request: Request, now_ms: float) -> None: ...
     def over(self, slot: int) -> None: ...
 
@@ -112,11 +114,13 @@ class Placement:
             constants=constants,
         )
 
-    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> Turn:
+    def sent(
+        self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float
+    ) -> Turn | None:
         steady = self._streams_beside(slot)
         self._requests[slot] += 1
         if kind == "decode":
-            return Turn(now_ms, 1)
+            return Turn(now_ms, 1) if self._config.stretch else None
         backlog, found, pass_ms = self._backlog[slot], plan.estimates, inf
         turn, ms = Turn(now_ms, request.prompt_tokens), 0.0
         if found is not None:
@@ -129,7 +133,7 @@ class Placement:
         self._waiting[slot] += 1
         self._queued[slot] += request.prompt_tokens
         self._queued_work[id(request)] = backlog.sent(ms, now_ms, turn.deadline_ms, pass_ms)
-        return turn
+        return turn if self._config.stretch else None
 
     def _its_turn(
         self, slot: int, request: Request, new: int, ms: float, now_ms: float, steady: bool

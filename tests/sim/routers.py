@@ -9,7 +9,6 @@ from pdnode.placement import Plan
 from pdnode.sim.engine import Engine
 from pdnode.sim.work import BLOCK, Request
 from pdnode.token1 import Token1
-from pdnode.turns import Turn
 
 
 class ApproximateTree:
@@ -72,9 +71,8 @@ class ApproximateTree:
         while len(tree) > self._tree_blocks:
             tree.popitem(last=False)
 
-    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> Turn:
+    def sent(self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float) -> None:
         self._load[slot] += 1
-        return Turn(now_ms, request.prompt_tokens)
 
     def answered(self, slot: int, request: Request, now_ms: float) -> None:
         pass
