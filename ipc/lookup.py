@@ -74,7 +74,7 @@ class Lookup:
         """Try once to make the entry mine. None: it is. Else the slot that stands in the way."""
         words, mine = self._shared.words, self._ack(self._me, entry)
         if words[mine] == entry.generation << 2 | layout.CLAIMED:
-            return None
+            return self._dropped_by(entry)
         if words[mine] != entry.generation << 2 | layout.WANT:
             words[mine] = entry.generation << 2 | layout.WANT
             with self._fence:  # A locked instruction: my WANT is visible before I look at theirs.
@@ -97,6 +97,14 @@ class Lookup:
         acks = ack_words(self._shared, self._geometry, reader)
         state = acks & 3
         acks[(state == layout.WANT) | (state == layout.CLAIMED)] = 0
+
+    def _dropped_by(self, entry: Entry) -> int | None:
+        """A reader that let go of it: the owner may free the blocks, whoever has claimed them."""
+        dropped = entry.generation << 2 | layout.DROPPED
+        for reader in range(self._geometry.engines):
+            if self._shared.words[self._ack(reader, entry)] == dropped:
+                return reader
+        return None
 
     def _rival(self, entry: Entry) -> tuple[int | None, bool]:
         """(slot in the way or None, whether I must give way)."""

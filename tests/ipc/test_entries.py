@@ -328,6 +328,16 @@ def test_entry_given_back_can_be_taken_by_another(p, engines):
     assert engines[2].drop_select("a", timeout_s=0) == entry
 
 
+def test_a_claim_is_worth_nothing_once_another_reader_let_go(p, engines):
+    """Its owner may free the blocks: who asks again must not be handed them."""
+    put(p)
+    first, other = engines[1], engines[2]
+    first.drop_select("a", timeout_s=0)
+    other.drop(other.select("a"))
+    with pytest.raises(WaitTimeout, match=f"in the hands of slot {other.me}"):
+        first.drop_select("a", timeout_s=0)
+
+
 def test_claims_of_a_dead_reader_are_undone_and_its_drops_are_not(node, p, engines):
     first, second = put(p, "a"), put(p, "b")
     engines[1].drop_select("a", timeout_s=0)
