@@ -57,7 +57,7 @@ class Counters:
     """Requests that were sent to D together with P."""
     flow_reasons: Counter = field(default_factory=Counter)
     prompts_cut: int = 0
-    """Sent to be computed in shorter passes than the engine's, as short ones come meanwhile."""
+    """Sent to be computed in shorter passes than the engine's, for short ones or for streams."""
     recomputed_prompt_tokens: int = 0
     resumes: int = 0
     resume_recomputed_tokens: int = 0
@@ -111,14 +111,15 @@ class Legs(FanOut):
             meter.evictions(record, self._shape.block_size)
         constants, block = meter.estimator.constants(), self._shape.block_size
         known = record is not None and record.blocks_total > 0
+        queue = meter.backlog.queue(now_ms) if constants else ()
         return EngineView(
             slot=engine.slot,
             role=engine.role,
             ready=engine.state is EngineState.READY and not engine.draining,
             requests=engine.requests,
             queued_tokens=engine.queued_tokens,
-            queued_ms=meter.backlog.left_ms(now_ms) if constants else None,
-            queue=meter.backlog.queue(now_ms) if constants else (),
+            queued_ms=sum(prompt.left_ms for prompt in queue) if constants else None,
+            queue=queue,
             streams=meter.streams,
             free_tokens=record.blocks_free * block if known else None,
             unused_tokens=_unused_blocks(record) * block if known else 0,

@@ -105,11 +105,9 @@ class Meter:
         else:
             short_ms = self.crowd.short_ms(now_ms)
             tokens = turns.pass_tokens(constants, work.cached, work.new, short_ms)
-        work.turn = Turn(now_ms + self.stretch * work.ms, work.new, tokens)
-        if work.coming:
-            new, cached = work.new + work.coming, work.cached - work.coming
-            due_ms = self.stretch * estimate.prefill_ms(constants, new, cached, self.streams)
-            work.turn = Turn(now_ms + due_ms, new, tokens)
+        new, cached = work.new + work.coming, work.cached - work.coming
+        own_ms = estimate.prefill_ms(constants, new, cached, self.streams)
+        work.turn = Turn(now_ms + self.stretch * own_ms, new, tokens)
         cut = turns.in_passes_of(constants, tokens)
         work.ms = estimate.prefill_ms(cut, work.new, work.cached, self.streams)
         return turns.pass_ms(constants, work.new, work.ms, tokens)

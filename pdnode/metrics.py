@@ -87,7 +87,7 @@ FAMILIES = (
     _node("requests_rejected_total", "Requests refused with 503 by a bound.", "rejected"),
     _node(
         "prompts_cut_total",
-        "Prompts computed in shorter passes, as short ones came while others were computed.",
+        "Prompts computed in shorter passes, for short prompts or beside streams.",
         "prompts_cut",
     ),
     _node(

@@ -266,9 +266,14 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
     rest = min((_rest(facts, e, view, copy=True) for e in decodes), key=_cost)
     estimates = Estimates(*map(add, prompt.parts, rest.parts))
     split = Plan(
-        prompt.slot, rest.slot, facts.token1, "split_always", prompt.prefix_from, estimates
+        prompt.slot,
+        rest.slot,
+        facts.token1,
+        "split_always",
+        prompt.prefix_from,
+        estimates,
+        coming_tokens=_coming_tokens(facts, prompt.slot),
     )
-    split = replace(split, coming_tokens=_coming_tokens(facts, prompt.slot))
     if view.config.split == "always":
         return split
     return _lesser(split, _whole(facts, view, decodes, "whole_faster"), facts, view)
@@ -285,8 +290,15 @@ def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str)
         key=lambda legs: legs[0].total_ms + legs[1].total_ms,
     )
     estimates = Estimates(*map(add, prompt.parts, rest.parts))
-    plan = Plan(None, prompt.slot, Token1.FORWARD, reason, prompt.prefix_from, estimates)
-    return replace(plan, coming_tokens=_coming_tokens(facts, prompt.slot))
+    return Plan(
+        None,
+        prompt.slot,
+        Token1.FORWARD,
+        reason,
+        prompt.prefix_from,
+        estimates,
+        coming_tokens=_coming_tokens(facts, prompt.slot),
+    )
 
 
 def _lesser(split: Plan, whole: Plan, facts: Facts, view: NodeView) -> Plan:

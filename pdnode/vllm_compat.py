@@ -435,7 +435,8 @@ def prompts_in_order(base: type) -> type:
             )
             streams = [r for r in self.running if not r.is_prefill_chunk]
             served = [prompts[i] for i in chosen.running]
-            held = [r for i, r in enumerate(prompts) if i not in set(chosen.running)]
+            in_turn = set(chosen.running)
+            held = [r for i, r in enumerate(prompts) if i not in in_turn]
             self.running[:] = [*streams, *served]
             _reorder(self.waiting, chosen.waiting)
             most, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
