@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from pdnode import config, plan_command, plan_text
 from pdnode.errors import ConfigError
 from pdnode.nursery import Nursery, restart_marked
+from pdnode.process_group import own_process_group
+
+if "--multiprocessing-fork" in sys.orig_argv:
+    # A process that vLLM spawned: it runs its parent's main module before anything of its own.
+    own_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-ANONYMOUS = re.compile(rf"{SHARED_MEMORY}/((?:psm_|sem\.mp-)\S+)")
-"""Names that Python's multiprocessing makes; nothing in them says whose they are."""
+ANONYMOUS = re.compile(rf"{SHARED_MEMORY}/((?:psm_|sem\.mp-|vllm_dist_)\S+)")
+"""Names that Python's multiprocessing and vLLM make; nothing in them says whose they are."""
 
 
 def names_of(boot_id: str) -> list[str]:

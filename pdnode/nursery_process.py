@@ -22,6 +22,7 @@ from typing import Any
 
 from pdnode import openmp
 from pdnode.nursery import receive, send
+from pdnode.process_group import own_process_group
 
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.002
@@ -80,6 +81,7 @@ def _import_everything() -> None:
 def _midwife(connection: socket.socket) -> None:
     code = 1
     try:
+        own_process_group()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         order = receive(connection)
         if order is not None:

@@ -87,14 +87,18 @@ def recorded_files(run_dir: Path) -> set[Path]:
     return found
 
 
+PRIVATE = tuple(f"{SHM_DIR}/{name}" for name in ("psm_", "sem.mp-", "vllm_dist_"))
+"""Rings of vLLM's executor, locks, and where the CPU ranks of an engine add up their tensors."""
+
+
 def private_segments(pid: int) -> set[Path]:
-    """Anonymous-named segments that Python made for this process and its workers (``psm_*`` rings of
-    vLLM's executor, ``sem.mp-*`` locks): a SIGKILL leaves nobody to unlink them."""
+    """Segments that Python and vLLM made for this process and its workers, in whose names nothing says
+    whose they are: a SIGKILL leaves nobody to unlink them."""
     found = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             name = line.rpartition(" ")[2]
-            if name.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")):
+            if name.startswith(PRIVATE):
                 found.add(Path(name))
     return found
 

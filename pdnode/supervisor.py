@@ -85,6 +85,8 @@ class Supervisor:
             for gpu in engine.spec.device.exclusive_while_starting():
                 await stack.enter_async_context(self._starting.setdefault(gpu, asyncio.Lock()))
             await asyncio.to_thread(engine.start)
+            # It may be ready before anybody looks again.
+            self._progress.state(engine.engine_id, engine.state.value)
             await engine.prepare()
         self.publish(engine)
         self._progress.state(engine.engine_id, engine.state.value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdnode.connector.metadata import PdMetadata
 from pdnode.connector.scheduler import SchedulerHalf
-from pdnode.connector.settings import ConnectorSettings, own_process_group, watch_node
+from pdnode.connector.settings import ConnectorSettings, watch_node
 from pdnode.connector.worker import WorkerHalf
 from pdnode.vllm_compat import (
     KVConnectorBase_V1,
@@ -39,7 +39,6 @@ class PdConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_vllm(vllm_config)
-        own_process_group()
         watch_node(settings.node_pid)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

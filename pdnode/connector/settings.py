@@ -63,16 +63,6 @@ class ConnectorSettings:
         return cls(**vllm_config.kv_transfer_config.kv_connector_extra_config["pdnode"])
 
 
-def own_process_group() -> None:
-    """Leave the terminal's foreground group.
-
-    Ctrl-C reaches every process of that group; an engine that obeyed it would drop the requests the
-    launcher is still draining. The launcher alone decides when engines stop.
-    """
-    if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)
-
-
 def watch_node(node_pid: int) -> None:
     """End this process at once when the launcher's process ends, however it ended."""
     try:

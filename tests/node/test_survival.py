@@ -271,6 +271,14 @@ def test_a_stopped_worker_is_ejected_after_the_health_timeout(node, expected):
     assert any("--health-timeout 5 s, as it was stopped by a signal" in error for error in errors)
 
 
+def test_nothing_of_an_engine_is_in_the_launchers_process_group(node):
+    """It would get a terminal's Ctrl-C, and could get the launcher a SIGHUP (setpgid(2))."""
+    launcher = node.process.pid
+    inside = [p.pid for p in node.descendants() if os.getpgid(p.pid) == launcher]
+    assert all(psutil.Process(pid).ppid() == launcher for pid in inside), inside
+    assert len(inside) <= 1, "more than the process that starts engines"
+
+
 def test_all_blocks_come_back(node):
     all_ready(node)
     node.wait_status(

@@ -100,5 +100,4 @@ def model_output(ids, sampled, report: LoadReport, invalid: set[int]):
 
 def without_process_ties(monkeypatch) -> None:
     """A test is no engine: it keeps its process group, and does not end with a node."""
-    monkeypatch.setattr(facade, "own_process_group", lambda: None)
     monkeypatch.setattr(facade, "watch_node", lambda pid: None)
