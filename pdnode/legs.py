@@ -22,7 +22,7 @@ from pdnode.fanout import FanOut
 from pdnode.history import History
 from pdnode.journey import Journey, Leg, Source, Stage
 from pdnode.meter import Arrivals, Meter, Work
-from pdnode.placement import DECODE, PREFILL, Decline, EngineView, Facts, NodeView, Plan, place
+from pdnode.placement import PREFILL, Decline, EngineView, Facts, NodeView, Plan, place
 from pdnode.prefixes import Chain, Prefixes
 from pdnode.vllm_compat import (
     BlockHasher,
@@ -172,7 +172,7 @@ class Legs(FanOut):
         engine = self._engine(leg.slot)
         self._by_leg[leg.leg_id] = journey
         engine.leg_sent(leg.prompt_tokens)
-        leg.work = _work(journey, leg, steady=self._streams_beside(engine))
+        leg.work = _work(journey, leg)
         now_ms, crowded = monotonic_ms(), self._crowded(leg.work)
         self.meters[leg.slot].sent(leg.work, now_ms)
         for meter in crowded:
@@ -180,13 +180,6 @@ class Legs(FanOut):
         self._give_turn(leg.work, request)
         self._prefixes.sent(leg.slot, journey.chain)
         await engine.client.add_request_async(request)
-
-    def _streams_beside(self, engine: Engine) -> bool:
-        """Streams run on this decode engine, or are about to come there from prefill."""
-        if engine.role != DECODE or self._never:
-            return False
-        prefills = (self.meters[e.slot] for e in self._engines if e.role == PREFILL)
-        return self.meters[engine.slot].streams > 0 or any(meter.computes for meter in prefills)
 
     def _crowded(self, work: Work) -> list[Meter]:
         """Those that compute prompts, if ``work`` is one and finds them all at it: wherever it goes, it
@@ -318,12 +311,12 @@ def _meters(engines: list[Engine], stretch: float) -> list[Meter]:
     return meters
 
 
-def _work(journey: Journey, leg: Leg, *, steady: bool) -> Work:
-    estimates = journey.plan.estimates
+def _work(journey: Journey, leg: Leg) -> Work:
+    plan, estimates = journey.plan, journey.plan.estimates
     computes, prompt = journey.source is None, len(journey.request.prompt_token_ids or ())
     cached = prompt - estimates.new_tokens if computes and estimates is not None else 0
-    coming = min(journey.plan.coming_tokens, cached) if computes else 0
-    return Work(leg.prompt_tokens, cached, computes, steady, coming)
+    coming = min(plan.coming_tokens, cached) if computes else 0
+    return Work(leg.prompt_tokens, cached, computes, plan.beside_streams, coming)
 
 
 def _hasher(engines: list[Engine], view: NodeView) -> BlockHasher | None:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from pdnode import estimate, turns
 from pdnode.estimate import Backlog, Estimator, Queued
-from pdnode.turns import Crowd, Turn
+from pdnode.turns import Crowd, Prompt, Turn
 
 if TYPE_CHECKING:
     from ipc.records import EngineRecord
-    from pdnode.estimate import Constants
 
 LATELY = 64
 """Requests whose arrival times make the present rate."""
@@ -35,10 +34,9 @@ class Work:
     tokens: int
     cached: int = 0
     computes: bool = True
-    steady: bool = False
-    """Streams of others run, or are about to come, where it is computed."""
+    beside_streams: bool = False
     coming: int = 0
-    """Of ``cached``: what another request is still to bring. It must not be passed by who waits for it."""
+    """As of :class:`turns.Prompt`, both."""
     ms: float = 0.0
     """What it was estimated to take when it was sent; 0 while nothing was measured."""
     sent_ms: float = 0.0
@@ -86,8 +84,13 @@ class Meter:
             other.alone = False
         pass_ms = inf
         if constants is not None and work.computes:
-            work.ms = estimate.prefill_ms(constants, work.new, work.cached, self.streams)
-            pass_ms = self._take_turn(work, constants, now_ms)
+            prompt = Prompt(work.new, work.cached, work.coming, self.streams, work.beside_streams)
+            if self.stretch:
+                short_ms = self.crowd.short_ms(now_ms)
+                taken = turns.take(constants, prompt, now_ms, self.stretch, short_ms)
+                work.turn, work.ms, pass_ms = taken
+            else:
+                work.ms = estimate.prefill_ms(constants, work.new, work.cached, self.streams)
         elif constants is not None:
             work.ms = estimate.handoff_ms(constants, work.tokens - work.cached)
         if work.turn is None:
@@ -95,22 +98,6 @@ class Meter:
         self.waiting.append(work)
         work.queued = self.backlog.sent(work.ms, now_ms, work.turn.deadline_ms, pass_ms)
         self._step = (0, 0.0)
-
-    def _take_turn(self, work: Work, constants: Constants, now_ms: float) -> float:
-        """Returns what one pass takes of it, in milliseconds."""
-        if not self.stretch:
-            return inf
-        if work.steady:
-            tokens = turns.beside_streams(constants, work.cached, work.new)
-        else:
-            short_ms = self.crowd.short_ms(now_ms)
-            tokens = turns.pass_tokens(constants, work.cached, work.new, short_ms)
-        new, cached = work.new + work.coming, work.cached - work.coming
-        own_ms = estimate.prefill_ms(constants, new, cached, self.streams)
-        work.turn = Turn(now_ms + self.stretch * own_ms, new, tokens)
-        cut = turns.in_passes_of(constants, tokens)
-        work.ms = estimate.prefill_ms(cut, work.new, work.cached, self.streams)
-        return turns.pass_ms(constants, work.new, work.ms, tokens)
 
     def answered(self, work: Work, computed: int | None, cached: int, now_ms: float) -> None:
         """``computed``, ``cached``: of its prompt, as the engine says (None: it does not)."""

@@ -125,6 +125,8 @@ class Plan:
     """D copies the prompt's KV while P computes it (see flow)."""
     coming_tokens: int = 0
     """Of the prompt: not here yet where it is computed, but asked for by another request."""
+    beside_streams: bool = False
+    """Streams run, or are about to come, where the prompt is computed and others decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class _Leg(NamedTuple):
     slot: int
     parts: tuple[float, ...]
     prefix_from: int | None = None
+    beside_streams: bool = False
 
 
 _cost = attrgetter("total_ms")
@@ -273,6 +276,7 @@ def _least_ms(facts: Facts, view: NodeView, prefills: list, decodes: list) -> Pl
         prompt.prefix_from,
         estimates,
         coming_tokens=_coming_tokens(facts, prompt.slot),
+        beside_streams=prompt.beside_streams,
     )
     if view.config.split == "always":
         return split
@@ -298,6 +302,7 @@ def _whole(facts: Facts, view: NodeView, engines: list[EngineView], reason: str)
         prompt.prefix_from,
         estimates,
         coming_tokens=_coming_tokens(facts, prompt.slot),
+        beside_streams=prompt.beside_streams,
     )
 
 
@@ -366,8 +371,8 @@ def _compute(
     copy_ms = estimate.handoff_ms(c, copied)
     new = facts.prompt_tokens - cached
     decodes = e.role == DECODE and view.config.split != "never"
-    steady = bool(view.config.stretch and decodes and (streams or coming_ms))
-    if steady:
+    beside = decodes and bool(streams or coming_ms)
+    if beside and view.config.stretch:
         c = turns.in_passes_of(c, turns.beside_streams(c, cached, new))
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
     wait_ms, late_ms = _among(e, streams, ms, view.config.stretch)
@@ -376,11 +381,12 @@ def _compute(
         alike = sum(other.ready and other.role == e.role for other in view.engines)
         stall += sum(max(0.0, wait_ms + ms - at_ms) for at_ms in coming_ms) / alike
     behind = late_ms + estimate.behind_ms(_arrivals_per_ms(view, e.role), wait_ms, ms)
-    if steady:
+    if beside and view.config.stretch:
         stall *= SLOWED
     evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
     parts = (new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)
-    return _Leg(wait_ms + ms + stall + evict + behind, e.slot, parts)
+    total_ms = wait_ms + ms + stall + evict + behind
+    return _Leg(total_ms, e.slot, parts, beside_streams=beside)
 
 
 def _coming_tokens(facts: Facts, slot: int) -> int:

@@ -91,6 +91,37 @@ def beside_streams(c: Constants, cached: int, new: int) -> int:
     return tokens if tokens < new else 0
 
 
+class Prompt(NamedTuple):
+    """One that an engine is to compute, in tokens."""
+
+    new: int
+    cached: int = 0
+    coming: int = 0
+    """Of ``cached``: what another request is still to bring. It must not be passed by who waits for it."""
+    streams: int = 0
+    """Past their first token on that engine."""
+    beside_streams: bool = False
+    """On a decode engine where streams run, or are about to come."""
+
+
+class Taken(NamedTuple):
+    turn: Turn
+    ms: float
+    """What all of the prompt will take."""
+    pass_ms: float
+    """What one pass takes of that; inf: there is only one."""
+
+
+def take(c: Constants, prompt: Prompt, now_ms: float, stretch: float, short_ms: float) -> Taken:
+    """The turn of a prompt that comes now. ``short_ms``: from the engine's :class:`Crowd`."""
+    new, cached, coming, streams, beside = prompt
+    tokens = beside_streams(c, cached, new) if beside else pass_tokens(c, cached, new, short_ms)
+    own_ms = estimate.prefill_ms(c, new + coming, cached - coming, streams)
+    ms = estimate.prefill_ms(in_passes_of(c, tokens), new, cached, streams)
+    turn = Turn(now_ms + stretch * own_ms, new + coming, tokens)
+    return Taken(turn, ms, pass_ms(c, new, ms, tokens))
+
+
 def in_passes_of(c: Constants, tokens: int) -> Constants:
     return replace(c, chunk_tokens=min(tokens, c.chunk_tokens)) if tokens else c
 

@@ -9,7 +9,6 @@ from typing import Protocol
 from pdnode import turns
 from pdnode.estimate import Backlog, Constants, Estimator, Queued
 from pdnode.placement import (
-    DECODE,
     PREFILL,
     EngineView,
     Facts,
@@ -20,7 +19,7 @@ from pdnode.placement import (
 )
 from pdnode.sim.engine import Engine
 from pdnode.sim.work import BLOCK, Request
-from pdnode.turns import Crowd, Turn
+from pdnode.turns import Crowd, Prompt, Turn
 
 MAX_TOKENS = 1024
 """What every client asks for: how long an answer will be is known to nobody."""
@@ -117,43 +116,32 @@ class Placement:
     def sent(
         self, slot: int, plan: Plan, request: Request, kind: str, now_ms: float
     ) -> Turn | None:
-        steady = self._streams_beside(slot)
+        stretch, streams = self._config.stretch, self._requests[slot] - self._waiting[slot]
         self._requests[slot] += 1
         if kind == "decode":
-            return Turn(now_ms, 1) if self._config.stretch else None
-        backlog, found, pass_ms = self._backlog[slot], plan.estimates, inf
-        turn, ms = Turn(now_ms, request.prompt_tokens), 0.0
+            return Turn(now_ms, 1) if stretch else None
+        found, c = plan.estimates, self._estimator.constants()
+        turn, ms, pass_ms = Turn(now_ms, request.prompt_tokens), 0.0, inf
         if found is not None:
             ms = found.prefill_ms
-            prefills = [e.slot for e in self._engines if e.role == PREFILL] or [slot]
-            if all(self._waiting[p] for p in prefills):
-                for p in prefills:
-                    self._crowd[p].came(now_ms, ms)
-            turn, pass_ms = self._its_turn(slot, request, found.new_tokens, ms, now_ms, steady)
+            self._came(slot, ms, now_ms)
+            if stretch and c is not None:
+                new = found.new_tokens
+                cached = request.prompt_tokens - new
+                prompt = Prompt(new, cached, plan.coming_tokens, streams, plan.beside_streams)
+                short_ms = self._crowd[slot].short_ms(now_ms)
+                turn, ms, pass_ms = turns.take(c, prompt, now_ms, stretch, short_ms)
         self._waiting[slot] += 1
         self._queued[slot] += request.prompt_tokens
-        self._queued_work[id(request)] = backlog.sent(ms, now_ms, turn.deadline_ms, pass_ms)
-        return turn if self._config.stretch else None
+        work = self._backlog[slot].sent(ms, now_ms, turn.deadline_ms, pass_ms)
+        self._queued_work[id(request)] = work
+        return turn if stretch else None
 
-    def _its_turn(
-        self, slot: int, request: Request, new: int, ms: float, now_ms: float, steady: bool
-    ) -> tuple[Turn, float]:
-        stretch, crowd, c = self._config.stretch, self._crowd[slot], self._estimator.constants()
-        if not stretch or c is None:
-            return Turn(now_ms, new), inf
-        cached = request.prompt_tokens - new
-        if steady:
-            tokens = turns.beside_streams(c, cached, new)
-        else:
-            tokens = turns.pass_tokens(c, cached, new, crowd.short_ms(now_ms))
-        pass_ms = turns.pass_ms(c, new, ms, tokens)
-        return Turn(now_ms + stretch * ms, new, tokens), pass_ms
-
-    def _streams_beside(self, slot: int) -> bool:
-        if self._engines[slot].role != DECODE or self._config.split == "never":
-            return False
-        coming = any(self._waiting[e.slot] for e in self._engines if e.role == PREFILL)
-        return coming or self._requests[slot] > self._waiting[slot]
+    def _came(self, slot: int, ms: float, now_ms: float) -> None:
+        prefills = [e.slot for e in self._engines if e.role == PREFILL] or [slot]
+        if all(self._waiting[p] for p in prefills):
+            for p in prefills:
+                self._crowd[p].came(now_ms, ms)
 
     def answered(self, slot: int, request: Request, now_ms: float) -> None:
         self._waiting[slot] -= 1

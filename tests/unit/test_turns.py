@@ -102,7 +102,7 @@ def test_who_waits_for_anothers_prefix_is_due_after_it():
 
 def test_beside_streams_a_prompt_is_cut_whoever_came():
     meter = Meter(Estimator(chunk_tokens=2048, initial=KNOWN), turns.STRETCH)
-    meter.sent(work := Work(1000, steady=True), 0.0)
+    meter.sent(work := Work(1000, beside_streams=True), 0.0)
     assert work.turn.pass_tokens == turns.FEWEST == 16, "of 25 ms a pass costs 10, and a token 1"
     assert work.ms == 1000 + 63 * 10
 
