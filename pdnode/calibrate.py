@@ -6,6 +6,7 @@ Prompts of several lengths one at a time, then several streams at once; the node
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from pdnode.errors import PlanError
@@ -28,8 +29,12 @@ TOKENS = 24
 STREAMS = (2, 4, 8)
 MODEL_ROOM = 64
 """Tokens of the context left for the answer."""
+SHORT = (16, 48)
+"""And in tokens, where a block is longer: what runs beside streams is computed in such pieces."""
 STREAM_PROMPT = 16
 """Streams are to run beside each other for most of their time: short prompts, long answers."""
+PROMPTS = 4
+"""One after another beside streams, to see how much slower both get."""
 LOW_IDS = 250
 NOISE = 0.05
 """Contention below this is not told from chance."""
@@ -64,13 +69,25 @@ class Client:
         if key:
             self._headers["authorization"] = f"Bearer {key}"
 
+    def stream(self, path: str, body: dict[str, Any]) -> str:
+        """Reads an answer to its end; returns its x-request-id."""
+        with self._opened(path, body) as answer:
+            if b'data: {"error"' in (said := answer.read()):
+                raise PlanError(f"{self.url}{path} answered {said.decode(errors='replace')}")
+            return answer.headers.get("x-request-id", "")
+
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
         """(the answer's JSON, its x-request-id)."""
+        with self._opened(path, body) as answer:
+            return json.load(answer), answer.headers.get("x-request-id", "")
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return json.load(answer), answer.headers.get("x-request-id", "")
+                yield answer
         except urllib.error.HTTPError as error:
             why = "give its key with --api-key" if error.code == 401 else _said(error)
             raise PlanError(f"{self.url}{path} answered {error.code}: {why}") from error
@@ -85,27 +102,22 @@ def _said(error: urllib.error.HTTPError) -> str:
 
 
 def measure(client: Client) -> Box:
-    """Raises PlanError. Costs the node about a hundred short requests."""
+    """Raises PlanError. Costs the node about a hundred and fifty short requests."""
     status, _ = client.ask("/pd/status")
     models, _ = client.ask("/v1/models")
     model = models["data"][0]
     seen, _ = client.ask("/pd/requests")
     block, room = status["block_size"], model["max_model_len"] - MODEL_ROOM
+    probe = Probe(client, model["id"], block, room)
     estimator = Estimator(chunk_tokens=status["chunk_tokens"])
-    rng = random.Random()
     split = 0
     for _ in range(REPEATS):
-        for length in _lengths(block, room):
-            found = _one(client, model["id"], length, rng)
+        for length in probe.lengths:
+            found = probe.one(length)
             split += found["handoff"] is not None
             _observe(estimator, 1, found)
-    for streams in STREAMS:
-        with ThreadPoolExecutor(streams) as pool:
-            asked = [
-                pool.submit(_one, client, model["id"], min(STREAM_PROMPT, room), rng, MODEL_ROOM)
-                for _ in range(streams)
-            ]
-        _observe_streams(estimator, [one.result() for one in asked])
+        for streams in STREAMS:
+            _observe_streams(estimator, probe.streams(streams))
     if not split:
         _handoffs_so_far(estimator, client.ask("/pd/status")[0], block)
     constants = estimator.constants()
@@ -122,32 +134,49 @@ def measure(client: Client) -> Box:
         kind="cpu" if status["engines"][0]["device"].startswith("CPU") else "gpu",
         kv_tokens=min(engine["kv_blocks_total"] for engine in status["engines"]) * block,
         latency=_newest(seen),
-        contention=_contention(client, model["id"], constants, block, room, rng),
+        contention=_contention(probe, constants),
     )
 
 
-def _lengths(block: int, room: int) -> Iterator[int]:
-    for blocks in LENGTHS:
-        if blocks * block <= room:
-            yield blocks * block
-    if block > room:
-        yield room
+class Probe:
+    """Asks the node and tells of each request what ``/pd/requests/{id}`` says of it."""
 
+    def __init__(self, client: Client, model: str, block: int, room: int) -> None:
+        self._client, self._model, self._room = client, model, room
+        self._rng = random.Random()
+        whole = [n * block for n in LENGTHS if n * block <= room] or [room]
+        self.lengths = [n for n in SHORT if n < whole[0]] + whole
 
-def _one(
-    client: Client, model: str, prompt_tokens: int, rng: random.Random, tokens: int = TOKENS
-) -> dict[str, Any]:
-    body = {
-        "model": model,
-        # Low ids are in every vocabulary; drawn anew, so that no prefix cache knows them.
-        "prompt": [rng.randrange(10, LOW_IDS) for _ in range(prompt_tokens)],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    _, request_id = client.ask("/v1/completions", body)
-    found, _ = client.ask(f"/pd/requests/{request_id}")
-    return found["requests"][0]
+    def one(self, prompt_tokens: int, tokens: int = TOKENS) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            # Low ids are in every vocabulary; drawn anew, so that no prefix cache knows them.
+            "prompt": [self._rng.randrange(10, LOW_IDS) for _ in range(prompt_tokens)],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            # What a streamed token costs the front end is part of what users wait for.
+            "stream": True,
+        }
+        request_id = self._client.stream("/v1/completions", body)
+        found, _ = self._client.ask(f"/pd/requests/{request_id}")
+        return found["requests"][0]
+
+    def streams(self, count: int) -> list[dict[str, Any]]:
+        """Short prompts, long answers, all at once."""
+        return self.streams_beside(count, 0)[0]
+
+    def streams_beside(
+        self, count: int, prompt_tokens: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """And meanwhile prompts, one after another: (the streams, the prompts)."""
+        length, prompts = min(STREAM_PROMPT, self._room), []
+        with ThreadPoolExecutor(count) as pool:
+            streams = [pool.submit(self.one, length, MODEL_ROOM) for _ in range(count)]
+            while prompt_tokens and not any(stream.done() for stream in streams):
+                prompts.append(self.one(prompt_tokens, 1))
+        # The last one may have had some of its time alone.
+        return [stream.result() for stream in streams], prompts[:-1] or prompts
 
 
 def _observe(estimator: Estimator, streams: int, request: dict[str, Any]) -> None:
@@ -179,45 +208,39 @@ def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any])
     estimator.observe_decode_step(streams, (events["decode_end"] - events["decode_begin"]) / steps)
 
 
-def _contention(
-    client: Client, model: str, constants: Constants, block: int, room: int, rng: random.Random
-) -> float:
-    """A prompt on one engine beside streams on another, both against what they take alone."""
+def _contention(probe: Probe, constants: Constants) -> float:
+    """Streams on one engine and prompts on another, in turn apart and together."""
     streams = max(STREAMS)
-    enough_ms = MODEL_ROOM * step_ms(constants, streams) / 2
-    length = max(
-        (n for n in _lengths(block, room) if prefill_ms(constants, n) < enough_ms), default=0
-    )
+    enough_ms = MODEL_ROOM * step_ms(constants, streams) / PROMPTS
+    short = [n for n in probe.lengths if prefill_ms(constants, n) < enough_ms]
     found: list[float] = []
-    for _ in range(REPEATS if length else 0):
-        with ThreadPoolExecutor(streams + 1) as pool:
-            asked = [
-                pool.submit(_one, client, model, min(STREAM_PROMPT, room), rng, MODEL_ROOM)
-                for _ in range(streams)
-            ]
-            prompt = pool.submit(_one, client, model, length, rng, 2)
-        found += slowed(constants, [one.result() for one in asked], prompt.result())
+    for _ in range(REPEATS if short else 0):
+        prompts = [probe.one(max(short), 1) for _ in range(PROMPTS)]
+        apart = probe.streams(streams), prompts
+        found += slowed(apart, probe.streams_beside(streams, max(short)))
     return median(found) if found and median(found) > NOISE else 0.0
 
 
-def slowed(
-    constants: Constants, streams: list[dict[str, Any]], prompt: dict[str, Any]
-) -> list[float]:
-    """Of requests as ``/pd/requests/{id}`` tells them; empty: all were on one engine."""
-    on = Counter(stream["decode"] for stream in streams)
-    here = prompt["prefill"] or prompt["decode"]
-    beside = [stream for stream in streams if stream["decode"] != here]
-    if not beside:
+Told = list[dict[str, Any]]
+"""Requests as ``/pd/requests/{id}`` tells them."""
+
+
+def slowed(apart: tuple[Told, Told], together: tuple[Told, Told]) -> list[float]:
+    """Of (streams, prompts): by which share both got slower. Empty: they were on one engine."""
+    prompts_on = {prompt["prefill"] or prompt["decode"] for prompt in together[1]}
+    beside = [stream for stream in together[0] if stream["decode"] not in prompts_on]
+    if not beside or not prompts_on:
         return []
-    begin, end = (prompt["events_ms"][f"prefill_{what}"] for what in ("begin", "end"))
-    together_ms = end - begin
-    of_prompt = together_ms / prefill_ms(constants, prompt["prompt_tokens"], 0, on[here]) - 1
-    took_ms = fmean(s["events_ms"]["decode_end"] - s["events_ms"]["decode_begin"] for s in beside)
-    alone_ms = fmean((s["output_tokens"] - 1) * step_ms(constants, on[s["decode"]]) for s in beside)
-    lost_ms = took_ms - alone_ms
-    # Of the time together they did their own work for the rest only.
-    of_streams = lost_ms / max(together_ms - lost_ms, together_ms / MODEL_ROOM)
-    return [(of_prompt + of_streams) / 2]
+    of_streams = _took_ms(beside, "decode") / _took_ms(apart[0], "decode") - 1
+    of_prompts = _took_ms(together[1], "prefill") / _took_ms(apart[1], "prefill") - 1
+    return [(of_prompts + of_streams) / 2]
+
+
+def _took_ms(requests: Told, phase: str) -> float:
+    return median(
+        request["events_ms"][f"{phase}_end"] - request["events_ms"][f"{phase}_begin"]
+        for request in requests
+    )
 
 
 def _handoffs_so_far(estimator: Estimator, status: dict[str, Any], block: int) -> None:

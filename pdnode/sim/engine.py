@@ -172,6 +172,9 @@ class Engine:
         if not (self._streams or firsts or self._begun):
             return 0.0, []
         fixed = self.true.prefill_pass_ms if computing else self.true.decode_step_ms
+        if self._streams:
+            # With few prompt tokens in it a pass is a decode step, and takes as long as one.
+            fixed = max(fixed, self.true.decode_step_ms)
         ms += fixed + self.true.decode_step_ms_per_stream * len(self._streams)
         ms *= 1 + self._rng.uniform(-self._noise, self._noise)
         self.pass_ms_total += ms
@@ -182,14 +185,17 @@ class Engine:
         legs = [*self._begun, *self.queue[:LOOKED_AT]]
         if any(leg.turn is None for leg in legs) or not legs:
             return self.true.chunk_tokens
-        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+        fits = self._first_fits()
         prompts = [_prompt(leg, i < len(self._begun) or fits) for i, leg in enumerate(legs)]
         begun = len(self._begun)
         chosen = prompt_order.next_pass(prompts[:begun], prompts[begun:], give_way=True)
         return min(self.true.chunk_tokens, chosen.tokens)
 
+    def _first_fits(self) -> bool:
+        return bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+
     def _next(self) -> Leg | None:
-        fits = bool(self.queue) and self.cache.fits(self.queue[0].blocks)
+        fits = self._first_fits()
         if self._begun and not (fits and _due(self.queue[0]) < _due(self._begun[0])):
             return self._begun.pop(0)
         return self._admit() if fits else None

@@ -64,26 +64,21 @@ def test_engines_that_share_what_they_compute_with_slow_each_other() -> None:
     assert goodput(1.0) == pytest.approx(100, rel=0.03)
 
 
-def told(engine: str, begin_ms: float, end_ms: float, prompt: int, output: int) -> dict:
-    """As ``/pd/requests/{id}`` tells of a prompt until ``begin_ms``, an answer until ``end_ms``."""
-    events = {"prefill_begin": 0.0, "prefill_end": begin_ms, "decode_begin": begin_ms}
-    return {
-        "prefill": None,
-        "decode": engine,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "events_ms": events | {"decode_end": end_ms},
-    }
+def told(engine: str, prefill_ms: float, decode_ms: float) -> dict:
+    """What matters here of what ``/pd/requests/{id}`` tells."""
+    end_ms = prefill_ms + decode_ms
+    events = {"prefill_begin": 0.0, "prefill_end": prefill_ms, "decode_begin": prefill_ms}
+    return {"prefill": None, "decode": engine, "events_ms": events | {"decode_end": end_ms}}
 
 
 def test_contention_is_what_both_lose_while_they_work_together() -> None:
-    # A prompt of 20 ms took 30. In those each stream did 20 ms of its 10 steps of 10 ms: 10 ms lost.
-    prompt, streams = told("a", 30.0, 30.0, 200, 1), [told("b", 0.0, 110.0, 1, 11)] * 2
-    assert calibrate.slowed(constants(), streams, prompt) == [pytest.approx(0.5)]
+    apart = [told("b", 1, 100.0)] * 2, [told("a", 20.0, 0)] * 2
+    streams, prompts = [told("b", 1, 140.0)] * 2, [told("a", 32.0, 0)]
+    assert calibrate.slowed(apart, (streams, prompts)) == [pytest.approx(0.5)]
     # A stream on the prompt's own engine waits for it anyway.
-    own = told("a", 0.0, 500.0, 1, 11)
-    assert calibrate.slowed(constants(), [own, *streams], prompt) == [pytest.approx(0.5)]
-    assert calibrate.slowed(constants(), [own], prompt) == []
+    own = told("a", 1, 500.0)
+    assert calibrate.slowed(apart, ([own, *streams], prompts)) == [pytest.approx(0.5)]
+    assert calibrate.slowed(apart, ([own], prompts)) == []
 
 
 def test_shared_prefixes_are_not_computed_twice() -> None:
