@@ -1,9 +1,11 @@
 """What a request would cost where, in milliseconds. Pure functions of measured constants.
 
-The model of an engine: a pass costs a fixed time, a little for every running stream, and for every
-prompt token in it a time that grows with the tokens before it (attention is quadratic). A prompt
-takes passes of at most ``chunk_tokens``; every stream on that engine waits for the prompt tokens in
-its pass. :class:`Estimator` measures the constants; the functions only use them.
+The model of an engine: a pass costs a fixed time, and for every token in it a time that grows with the
+tokens before it (attention is quadratic). The token of a running stream is one like the others; only
+while they are few, and no prompt is in the pass, reading the weights takes longer than computing
+with them, and a stream costs little. A prompt takes passes of at most ``chunk_tokens``; every stream
+on that engine waits for the prompt tokens in its pass. :class:`Estimator` measures the constants;
+the functions only use them.
 """
 
 from __future__ import annotations
@@ -80,8 +82,19 @@ def compute_ms(c: Constants, new: int, cached: int) -> float:
 def prefill_ms(c: Constants, new: int, cached: int = 0, streams: int = 0) -> float:
     """``new`` prompt tokens after ``cached`` ones, on an engine that decodes ``streams`` others."""
     passes = -(-new // c.chunk_tokens)
-    per_pass = c.prefill_pass_ms + c.decode_step_ms_per_stream * streams
-    return passes * per_pass + compute_ms(c, new, cached)
+    return passes * fixed_ms(c, streams) + compute_ms(c, new, cached)
+
+
+def fixed_ms(c: Constants, streams: int) -> float:
+    """Of a pass with prompt tokens and ``streams`` others, all but what the prompt tokens cost."""
+    if not streams:
+        return c.prefill_pass_ms
+    return max(c.decode_step_ms, c.prefill_pass_ms) + stream_ms(c) * streams
+
+
+def stream_ms(c: Constants) -> float:
+    """What a running stream adds to a pass with prompt tokens."""
+    return max(c.decode_step_ms_per_stream, c.prefill_ms_per_token)
 
 
 def stall_ms(c: Constants, new: int, cached: int) -> float:
@@ -93,8 +106,7 @@ def stall_ms(c: Constants, new: int, cached: int) -> float:
 def queue_ms(c: Constants, queued_tokens: int, streams: int = 0) -> float:
     """Work ahead of which only the length is known, so without its quadratic part."""
     passes = -(-queued_tokens // c.chunk_tokens)
-    per_pass = c.prefill_pass_ms + c.decode_step_ms_per_stream * streams
-    return passes * per_pass + queued_tokens * c.prefill_ms_per_token
+    return passes * fixed_ms(c, streams) + queued_tokens * c.prefill_ms_per_token
 
 
 def handoff_ms(c: Constants, tokens: int) -> float:
@@ -112,8 +124,10 @@ def behind_ms(arrivals_per_ms: float, wait_ms: float, work_ms: float) -> float:
     return arrivals_per_ms * work_ms * (wait_ms + work_ms / 2)
 
 
-def step_ms(c: Constants, streams: int) -> float:
-    return c.decode_step_ms + c.decode_step_ms_per_stream * streams
+def step_ms(c: Constants, streams: float) -> float:
+    reading_ms = c.decode_step_ms + c.decode_step_ms_per_stream * streams
+    computing_ms = min(c.decode_step_ms, c.prefill_pass_ms) + c.prefill_ms_per_token * streams
+    return max(reading_ms, computing_ms)
 
 
 def output_tokens(c: Constants, max_tokens: int) -> float:

@@ -114,7 +114,8 @@ class Meter:
             # It joined in the middle of a step, and every pass served the streams too.
             passes = -(-computed // turns.in_passes_of(constants, pass_tokens).chunk_tokens)
             ms -= estimate.step_ms(constants, work.streams) / 2
-            ms -= passes * constants.decode_step_ms_per_stream * work.streams
+            beside_ms = estimate.fixed_ms(constants, work.streams) - constants.prefill_pass_ms
+            ms -= passes * beside_ms
         self.estimator.observe_prefill(computed, cached, ms, pass_tokens)
         for other in self.alike:
             other.observe_prefill(computed, cached, ms, pass_tokens, of_another=True)

@@ -409,7 +409,7 @@ def _rest(facts: Facts, e: EngineView, view: NodeView, *, copy: bool) -> _Leg:
     c, streams = e.constants, _streams(e)
     tokens = estimate.output_tokens(c, facts.max_tokens)
     decode_ms = tokens * estimate.step_ms(c, streams + 1)
-    stall = tokens * c.decode_step_ms_per_stream * streams
+    stall = tokens * streams * (estimate.step_ms(c, streams + 1) - estimate.step_ms(c, streams))
     wait_ms = handoff_ms = evict = 0.0
     if copy:
         lacking = facts.prompt_tokens - facts.cached.get(e.slot, 0)

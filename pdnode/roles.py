@@ -89,7 +89,7 @@ def _streams_ms(decodes: Sequence[EngineView], n: int) -> float:
     waiting = sum(e.requests - _streams(e) for e in decodes)
     c = decodes[0].constants
     assert c is not None
-    slower = streams * streams * c.decode_step_ms_per_stream * c.output_tokens / n
+    slower = streams * (estimate.step_ms(c, streams / n) - c.decode_step_ms) * c.output_tokens
     step_ms = estimate.step_ms(c, streams // n + 1)
     return slower + waiting * c.output_tokens * step_ms / (2 * n)
 

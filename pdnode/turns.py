@@ -81,8 +81,11 @@ def pass_tokens(c: Constants, cached: int, new: int, short_ms: float) -> int:
 
 
 def beside_streams(c: Constants, cached: int, new: int) -> int:
-    """Of ``new`` tokens to compute on a decode engine, how many in one pass; 0: all."""
-    room_ms = STEADY * c.decode_step_ms - c.prefill_pass_ms
+    """Of ``new`` tokens to compute on a decode engine, how many in one pass; 0: all.
+
+    The streams' own tokens come on top, as they do in a decode step.
+    """
+    room_ms = STEADY * c.decode_step_ms - max(c.decode_step_ms, c.prefill_pass_ms)
     # At the prompt's end, where a token takes longest.
     per_token_ms = c.prefill_ms_per_token + c.prefill_ms_per_token_context * (cached + new)
     if not per_token_ms:

@@ -171,11 +171,8 @@ class Engine:
                 firsts.append(leg)
         if not (self._streams or firsts or self._begun):
             return 0.0, []
-        fixed = self.true.prefill_pass_ms if computing else self.true.decode_step_ms
-        if self._streams:
-            # With few prompt tokens in it a pass is a decode step, and takes as long as one.
-            fixed = max(fixed, self.true.decode_step_ms)
-        ms += fixed + self.true.decode_step_ms_per_stream * len(self._streams)
+        fixed_ms = estimate.fixed_ms if computing else estimate.step_ms
+        ms += fixed_ms(self.true, len(self._streams))
         ms *= 1 + self._rng.uniform(-self._noise, self._noise)
         self.pass_ms_total += ms
         return ms, firsts

@@ -53,7 +53,7 @@ def test_tokens_after_many_others_take_longer():
 @pytest.mark.parametrize(("new", "tokens"), [(15, 0), (16, 16), (100, 16)])
 def test_a_pass_beside_streams_takes_two_and_a_half_steps(new, tokens):
     slow = Constants(35, 1.4, 0.0005, 36, 1, 1, 0.01, 2)
-    assert turns.beside_streams(slow, 0, 1800) == int((90 - 35) / (1.4 + 0.9))
+    assert turns.beside_streams(slow, 0, 1800) == int((90 - 36) / (1.4 + 0.9))
     full = Constants(90, 1.4, 0, 36, 1, 1, 0.01, 2)
     assert turns.beside_streams(full, 0, new) == (tokens if tokens < new else 0)
 
