@@ -6,9 +6,9 @@ vLLM computes prompts in the order in which they came and fills every pass with 
 - every prompt has a deadline: when it came, plus ``STRETCH`` times what it takes by itself. The
   earliest goes first. Short ones pass long ones, and none is passed for ever, because who comes later
   has a later deadline.
-- a pass, which nothing can interrupt, takes no longer over a long prompt than a short one takes by
-  itself, if short ones came lately while others were computed. Else it takes all it can: each pass has
-  a cost of its own.
+- a pass, which nothing can interrupt, takes no longer over a long prompt than ``UNDER_WAY`` of what a
+  short one takes by itself, if short ones came lately while others were computed. Else it takes all
+  it can: each pass has a cost of its own.
 - on a decode engine a pass takes no longer than ``STEADY`` steps, as streams wait for it.
 
 The front end decides both, as it has measured what things cost, and sends them along
@@ -35,8 +35,14 @@ LEAST_PASS_MS = 100.0
 OVERHEADS = 4
 """A pass takes at least so many times what it costs even without tokens."""
 
-FEWEST = 16
-"""Tokens of a pass: with fewer it would be nearly all overhead."""
+UNDER_WAY = 2 / 3
+"""A short prompt that comes just when such a pass has begun, and has time for once its own (``STRETCH``),
+is then still done before it is due, although a loaded machine is slower than what was measured."""
+
+FEWEST = 8
+"""Tokens of a pass, and the least share of its fixed cost that it spends on them: with less it would
+be nearly all overhead."""
+LEAST_SHARE = 0.25
 STEADY = 2.5
 """Decode steps that a pass with prompt tokens may take where streams run."""
 
@@ -72,12 +78,12 @@ def pass_tokens(c: Constants, cached: int, new: int, short_ms: float) -> int:
     """Of ``new`` tokens to compute, how many in one pass, so that short ones need not wait; 0: all."""
     if short_ms == inf:
         return 0
-    pass_ms = max(LEAST_PASS_MS, OVERHEADS * c.prefill_pass_ms, short_ms)
+    pass_ms = max(LEAST_PASS_MS, OVERHEADS * c.prefill_pass_ms, UNDER_WAY * short_ms)
     per_token_ms = estimate.compute_ms(c, new, cached) / new
     if not per_token_ms:
         return 0
     tokens = max(FEWEST, int((pass_ms - c.prefill_pass_ms) / per_token_ms))
-    return tokens if 2 * tokens <= new else 0
+    return _evenly(new, tokens) if 2 * tokens <= new else 0
 
 
 def beside_streams(c: Constants, cached: int, new: int) -> int:
@@ -85,13 +91,19 @@ def beside_streams(c: Constants, cached: int, new: int) -> int:
 
     The streams' own tokens come on top, as they do in a decode step.
     """
-    room_ms = STEADY * c.decode_step_ms - max(c.decode_step_ms, c.prefill_pass_ms)
+    fixed_ms = max(c.decode_step_ms, c.prefill_pass_ms)
+    room_ms = max(STEADY * c.decode_step_ms - fixed_ms, LEAST_SHARE * fixed_ms)
     # At the prompt's end, where a token takes longest.
     per_token_ms = c.prefill_ms_per_token + c.prefill_ms_per_token_context * (cached + new)
     if not per_token_ms:
         return 0
     tokens = max(FEWEST, int(room_ms / per_token_ms))
-    return tokens if tokens < new else 0
+    return _evenly(new, tokens) if tokens < new else 0
+
+
+def _evenly(new: int, tokens: int) -> int:
+    """As many passes as ``tokens`` in each make, and none of them longer than it must be."""
+    return -(-new // -(-new // tokens))
 
 
 class Prompt(NamedTuple):

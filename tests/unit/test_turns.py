@@ -31,31 +31,34 @@ def test_a_quarter_of_those_who_came_lately_are_short():
     ("new", "short_ms", "tokens"),
     [
         (4000, inf, 0),
-        (4000, 300.0, 290),
-        (4000, 20.0, 90),  # at least LEAST_PASS_MS
-        (579, 300.0, 0),  # less than two passes
+        (4000, 300.0, 182),  # 22 passes of at most 190
+        (4000, 20.0, 89),  # at least LEAST_PASS_MS
+        (379, 300.0, 0),  # less than two passes
     ],
 )
-def test_a_pass_takes_no_longer_than_a_short_one(new, short_ms, tokens):
+def test_a_pass_takes_two_thirds_of_a_short_one(new, short_ms, tokens):
     assert turns.pass_tokens(KNOWN, 0, new, short_ms) == tokens
 
 
 def test_a_pass_is_worth_what_it_costs_by_itself():
     dear = Constants(100, 1, 0, 10, 1, 1, 0.01, 2)
-    assert turns.pass_tokens(dear, 0, 4000, 20.0) == turns.OVERHEADS * 100 - 100
+    assert turns.pass_tokens(dear, 0, 4200, 20.0) == turns.OVERHEADS * 100 - 100
 
 
 def test_tokens_after_many_others_take_longer():
     attention = Constants(10, 1, 0.001, 10, 1, 1, 0.01, 2)
-    assert turns.pass_tokens(attention, 7000, 4000, 300.0) == 29
+    assert turns.pass_tokens(attention, 7000, 4000, 300.0) == 19
 
 
-@pytest.mark.parametrize(("new", "tokens"), [(15, 0), (16, 16), (100, 16)])
+@pytest.mark.parametrize(("new", "tokens"), [(16, 0), (17, 9), (100, 15)])
 def test_a_pass_beside_streams_takes_two_and_a_half_steps(new, tokens):
     slow = Constants(35, 1.4, 0.0005, 36, 1, 1, 0.01, 2)
     assert turns.beside_streams(slow, 0, 1800) == int((90 - 36) / (1.4 + 0.9))
+    # There is no room for more than LEAST_SHARE of what a pass costs anyway: 16 tokens.
     full = Constants(90, 1.4, 0, 36, 1, 1, 0.01, 2)
-    assert turns.beside_streams(full, 0, new) == (tokens if tokens < new else 0)
+    assert turns.beside_streams(full, 0, new) == tokens
+    dear = Constants(35, 9.0, 0, 36, 1, 1, 0.01, 2)
+    assert turns.beside_streams(dear, 0, 800) == turns.FEWEST
 
 
 def test_a_short_one_waits_for_the_pass_of_a_long_one_only():
@@ -82,12 +85,12 @@ def test_prompts_are_cut_when_others_come_meanwhile():
     meter.sent(second := Work(100), 5.0)
     assert second.turn == (5 + 2 * 110, 100, 0)
     meter.sent(third := Work(1000), 6.0)
-    assert third.turn == (6 + 2 * 1010, 1000, 100)
-    assert third.ms == 1000 + 10 * 10, "and has more passes"
+    assert third.turn == (6 + 2 * 1010, 1000, 84)
+    assert third.ms == 1000 + 12 * 10, "and has more passes"
     assert meter.backlog.queue(6.0) == (
         (219, 110, 0),
         (2 * 1010 - 6, 1010 - 6, 1010 - 6),  # its pass, which takes all of it, goes on
-        (2 * 1010, 1100, 0),
+        (2 * 1010, 1120, 0),
     )
 
 
@@ -103,8 +106,8 @@ def test_who_waits_for_anothers_prefix_is_due_after_it():
 def test_beside_streams_a_prompt_is_cut_whoever_came():
     meter = Meter(Estimator(chunk_tokens=2048, initial=KNOWN), turns.STRETCH)
     meter.sent(work := Work(1000, beside_streams=True), 0.0)
-    assert work.turn.pass_tokens == turns.FEWEST == 16, "of 25 ms a pass costs 10, and a token 1"
-    assert work.ms == 1000 + 63 * 10
+    assert work.turn.pass_tokens == 15, "of 25 ms a pass costs 10, and a token 1"
+    assert work.ms == 1000 + 67 * 10
 
 
 def test_in_the_order_in_which_they_came_nothing_is_cut():
