@@ -222,10 +222,10 @@ def rounds(
 ) -> tuple[Series, Series]:
     """(predicted, measured), requests a second."""
     workload, predicted, measured = WORKLOADS[name], Series(), Series()
-    goals = goals_for(workload, box.constants, options.ttft, options.itl)
+    goals = goals_for(workload, box.hardware.constants, options.ttft, options.itl)
     for seed in range(options.seed, options.seed + options.rounds):
         trace = arrivals(workload, options.requests, 1.0, seed)
-        rows = planner.plan(trace, box.constants, 2, box.kv_tokens, goals, box.contention)
+        rows = planner.plan(trace, box.hardware, 2, goals)
         expected = next(row.goodput for row in rows if row.name == way)
 
         def share(rate: float, trace: list[Arrival] = trace) -> float:
@@ -247,14 +247,16 @@ def rounds(
 def report(options: argparse.Namespace, box: Box, predicted: dict, measured: dict) -> Report:
     made = Report("plan", "goodput, predicted by the planner and measured on the node")
     goals = {
-        name: goals_for(WORKLOADS[name], box.constants, options.ttft, options.itl)
+        name: goals_for(WORKLOADS[name], box.hardware.constants, options.ttft, options.itl)
         for name in options.workloads
     }
     made.facts = machine() | {
         "model": options.model or "the embedded one",
         "engines": "one core each",
-        "constants": json.dumps({k: round(v, 3) for k, v in asdict(box.constants).items()}),
-        "contention": f"{box.contention:.2f}",
+        "constants": json.dumps(
+            {k: round(v, 3) for k, v in asdict(box.hardware.constants).items()}
+        ),
+        "contention": f"{box.hardware.contention:.2f}",
         "load": f"Poisson, {options.requests} requests a play",
         "goals": ", ".join(
             f"{name}: first token {g.ttft_ms:g} ms, {g.itl_ms:g} ms a token"

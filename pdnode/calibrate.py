@@ -21,6 +21,7 @@ from typing import Any
 
 from pdnode.errors import PlanError
 from pdnode.estimate import Constants, Estimator, prefill_ms, step_ms
+from pdnode.planner import Hardware
 
 LENGTHS = (1, 2, 4, 8, 16)
 """Prompts in blocks."""
@@ -46,18 +47,13 @@ TIMEOUT_S = 120.0
 class Box:
     """What a plan needs to know of the node it plans for."""
 
-    constants: Constants
+    hardware: Hardware
     prefill: int
     decode: int
     kind: str
     """``cpu`` or ``gpu``."""
-    kv_tokens: int
-    """Of one engine: the smallest."""
     latency: dict[str, float]
     """Observed in the last minutes: ttft_ms_p50, ... as in ``/pd/requests``; empty: no answers."""
-    contention: float = 0.0
-    """By which share of its time a pass gets longer for each other engine that works meanwhile: CPU
-    engines share caches and memory, two of them perhaps the parts of one core."""
 
 
 class Client:
@@ -127,14 +123,19 @@ def measure(client: Client) -> Box:
             "--disable-log-stats, and with at least one prefill and one decode engine"
         )
     roles = [engine["role"] for engine in status["engines"]]
-    return Box(
+    hardware = Hardware(
         constants=constants,
+        # The smallest.
+        kv_tokens=min(engine["kv_blocks_total"] for engine in status["engines"]) * block,
+        contention=_contention(probe, constants),
+        block_size=block,
+    )
+    return Box(
+        hardware,
         prefill=roles.count("prefill"),
         decode=roles.count("decode"),
         kind="cpu" if status["engines"][0]["device"].startswith("CPU") else "gpu",
-        kv_tokens=min(engine["kv_blocks_total"] for engine in status["engines"]) * block,
         latency=_newest(seen),
-        contention=_contention(probe, constants),
     )
 
 

@@ -14,14 +14,16 @@ from pdnode.errors import PdNodeError, PlanError
 from pdnode.estimate import Constants
 from pdnode.flags import COUNT, SECONDS, Parser
 from pdnode.plan_text import table
-from pdnode.planner import DATA_PARALLEL, SHARE, Goals, Row
-from pdnode.traffic import Arrival
+from pdnode.planner import DATA_PARALLEL, SHARE, Goals, Hardware, Row
+from pdnode.traffic import BLOCK, Arrival
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SIMULATED = 1000
 """Requests of a trace that are played: each split plays them about a dozen times."""
 BAR = 40
 GIVEN_KV_TOKENS = 400_000
+USUAL_BLOCK = {"gpu": 16, "cpu": 128}
+"""vLLM's own choice of ``--block-size``."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             _write(own.write_constants, box)
         goals = Goals(own.ttft_ms, own.itl_ms)
         print("\n".join(_head(arrivals, box, engines, goals)), flush=True)
-        rows = planner.plan(arrivals, box.constants, engines, box.kv_tokens, goals, box.contention)
+        rows = planner.plan(arrivals, box.hardware, engines, goals)
     except PdNodeError as error:
         print(f"pdnode: error: {error}", file=sys.stderr)
         return 2
@@ -87,15 +89,15 @@ def _box(own) -> Box:
     try:
         said = json.loads(Path(own.constants).read_text())
         constants = Constants(**{k: v for k, v in said["constants"].items() if k in names})
-        return Box(
+        kind = said.get("kind", "gpu")
+        hardware = Hardware(
             constants,
-            int(said.get("prefill", 1)),
-            int(said.get("decode", 1)),
-            said.get("kind", "gpu"),
             int(said.get("kv_tokens", GIVEN_KV_TOKENS)),
-            {},
             float(said.get("contention", 0.0)),
+            int(said.get("block_size", USUAL_BLOCK.get(kind, BLOCK))),
         )
+        prefill, decode = int(said.get("prefill", 1)), int(said.get("decode", 1))
+        return Box(hardware, prefill, decode, kind, {})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(
             f"--constants {own.constants}: {error}; write such a file with --write-constants FILE"
@@ -104,6 +106,7 @@ def _box(own) -> Box:
 
 def _write(path: str, box: Box) -> None:
     said = {**asdict(box), "latency": None}
+    said |= said.pop("hardware")
     try:
         Path(path).write_text(json.dumps(said, indent=1) + "\n")
     except OSError as error:
@@ -114,12 +117,12 @@ def _write(path: str, box: Box) -> None:
 
 
 def _head(arrivals: list[Arrival], box: Box, engines: int, goals: Goals) -> Iterator[str]:
-    c = box.constants
+    c, hardware = box.hardware.constants, box.hardware
     prompt = sum(a.prompt_tokens for a in arrivals) / len(arrivals)
     answer = sum(a.output_tokens for a in arrivals) / len(arrivals)
     yield f"trace      {len(arrivals)} requests, {planner.rate_per_s(arrivals):.2f} a second, "
     yield f"           {prompt:.0f} prompt and {answer:.0f} output tokens on average"
-    yield f"box        {engines} engines with KV for {box.kv_tokens} tokens each"
+    yield f"box        {engines} engines with KV for {hardware.kv_tokens} tokens each"
     yield (
         f"engine     prefill {c.prefill_pass_ms:.1f} ms a pass + {c.prefill_ms_per_token * 1e3:.1f} "
         f"ms per 1000 tokens, decode {c.decode_step_ms:.2f} ms + {c.decode_step_ms_per_stream:.3f} "
@@ -129,8 +132,9 @@ def _head(arrivals: list[Arrival], box: Box, engines: int, goals: Goals) -> Iter
         f"hand-off   {c.handoff_ms:.2f} ms + {c.handoff_ms_per_token * 1e3:.2f} ms per 1000 tokens, "
         f"front end {c.front_ms:.1f} ms a leg"
     )
-    if box.contention:
-        yield f"together   each other engine that works makes a pass {box.contention:.0%} longer"
+    if hardware.contention:
+        longer = f"{hardware.contention:.0%} longer"
+        yield f"together   each other engine that works makes a pass {longer}"
     yield (
         f"goals      first token within {goals.ttft_ms:g} ms, {goals.itl_ms:g} ms between tokens, "
         f"for {SHARE:.0%} of the requests"

@@ -33,6 +33,20 @@ DATA_PARALLEL = "data parallel"
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """Engines that are all alike."""
+
+    constants: Constants
+    kv_tokens: int
+    """Of one engine."""
+    contention: float = 0.0
+    """By which share of its time a pass gets longer for each other engine that works meanwhile: CPU
+    engines share caches and memory, two of them perhaps the parts of one core."""
+    block_size: int = BLOCK
+    """Tokens of a KV block: a shorter prompt is not split."""
+
+
+@dataclass(frozen=True, slots=True)
 class Goals:
     """``itl_ms``: of one request, the mean time between its tokens."""
 
@@ -84,19 +98,18 @@ def sessions(arrivals: Sequence[Arrival], faster: float = 1.0) -> list[Session]:
 
 def simulate(
     arrivals: Sequence[Arrival],
-    constants: Constants,
+    hardware: Hardware,
     prefill: int,
     decode: int,
-    kv_tokens: int,
     faster: float = 1.0,
-    contention: float = 0.0,
 ) -> Result:
-    """``prefill`` 0: ``decode`` plain replicas. ``kv_tokens``: of one engine."""
-    roles = ["prefill"] * prefill + ["decode"] * decode
-    blocks = max(kv_tokens // BLOCK, _largest(arrivals))
+    """``prefill`` 0: ``decode`` plain replicas."""
+    roles, constants = ["prefill"] * prefill + ["decode"] * decode, hardware.constants
+    blocks = max(hardware.kv_tokens // BLOCK, _largest(arrivals))
     engines = [Engine(i, role, constants, blocks, noise=0.0) for i, role in enumerate(roles)]
     config = PlacementConfig(split="auto" if prefill else "never", stretch=turns.STRETCH)
-    node = Node(engines, Placement(engines, config, constants), constants, contention)
+    router = Placement(engines, config, constants, hardware.block_size)
+    node = Node(engines, router, constants, hardware.contention)
     return node.run(sessions(arrivals, faster))
 
 
@@ -111,22 +124,12 @@ def met(result: Result, goals: Goals) -> float:
     ) / len(result.ttft_ms)
 
 
-def plan(
-    arrivals: Sequence[Arrival],
-    constants: Constants,
-    engines: int,
-    kv_tokens: int,
-    goals: Goals,
-    contention: float = 0.0,
-) -> list[Row]:
-    """Every split of ``engines`` and plain data parallel, the best goodput first.
-
-    ``contention``: by which share of its time a pass gets longer for each other engine that works.
-    """
+def plan(arrivals: Sequence[Arrival], hardware: Hardware, engines: int, goals: Goals) -> list[Row]:
+    """Every split of ``engines`` and plain data parallel, the best goodput first."""
 
     def row(prefill: int, decode: int) -> Row:
         def play(faster: float) -> Result:
-            return simulate(arrivals, constants, prefill, decode, kv_tokens, faster, contention)
+            return simulate(arrivals, hardware, prefill, decode, faster)
 
         return _row(play, rate_per_s(arrivals), prefill, decode, goals)
 

@@ -39,8 +39,15 @@ class Router(Protocol):
 class Placement:
     """``place`` with what a front end knows: what it sent, what was answered, who holds what."""
 
-    def __init__(self, engines: list[Engine], config: PlacementConfig, believed: Constants) -> None:
-        self._engines, self._config = engines, config
+    def __init__(
+        self,
+        engines: list[Engine],
+        config: PlacementConfig,
+        believed: Constants,
+        block_size: int = BLOCK,
+    ) -> None:
+        """``block_size``: of the engines, whatever the simulation's blocks are."""
+        self._engines, self._config, self._block_size = engines, config, block_size
         self._backlog = [Backlog() for _ in engines]
         self._crowd = [Crowd() for _ in engines]
         self._queued_work: dict[int, Queued] = {}
@@ -87,7 +94,7 @@ class Placement:
         engines = tuple(self._engine_view(e, now_ms, constants) for e in self._engines)
         return NodeView(
             engines,
-            BLOCK,
+            self._block_size,
             32_768,
             self._config,
             arrivals_per_ms=self._arrivals_per_ms(now_ms),

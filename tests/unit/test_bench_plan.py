@@ -7,7 +7,7 @@ import pytest
 from bench.plan import WORKLOADS, arrivals, between, crossing, goals_for
 from pdnode import planner
 from pdnode.estimate import Constants
-from pdnode.planner import DATA_PARALLEL, SHARE
+from pdnode.planner import DATA_PARALLEL, SHARE, Hardware
 
 CONSTANTS = Constants(
     prefill_pass_ms=20.0,
@@ -19,7 +19,7 @@ CONSTANTS = Constants(
     handoff_ms_per_token=0.002,
     front_ms=2.0,
 )
-KV_TOKENS = 50_000
+ENGINES = Hardware(CONSTANTS, kv_tokens=50_000)
 
 
 @pytest.mark.parametrize("start", [0.5, 1.0, 2.0])
@@ -27,13 +27,13 @@ def test_a_node_that_is_the_simulation_has_the_predicted_goodput(start: float) -
     workload = WORKLOADS["mixed"]
     goals = goals_for(workload, CONSTANTS, 5.0, 5.0)
     trace = arrivals(workload, 80, 1.0, seed=1)
-    rows = planner.plan(trace, CONSTANTS, 2, KV_TOKENS, goals)
+    rows = planner.plan(trace, ENGINES, 2, goals)
     for row in rows:
         prefill, decode = (0, 2) if row.name == DATA_PARALLEL else (1, 1)
 
         def share(rate: float, prefill: int = prefill, decode: int = decode) -> float:
             faster = rate / planner.rate_per_s(trace)
-            played = planner.simulate(trace, CONSTANTS, prefill, decode, KV_TOKENS, faster)
+            played = planner.simulate(trace, ENGINES, prefill, decode, faster)
             return planner.met(played, goals)
 
         found, _ = crossing(share, start * row.goodput)

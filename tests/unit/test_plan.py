@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import launcher
 from pdnode import calibrate, plan_command, planner
 from pdnode.calibrate import Box
 from pdnode.estimate import Constants
-from pdnode.planner import DATA_PARALLEL, Goals
+from pdnode.planner import DATA_PARALLEL, Goals, Hardware
 from pdnode.traffic import Arrival
 
 KV_TOKENS = 400_000
@@ -28,6 +28,9 @@ def constants(**changed: float) -> Constants:
     return Constants(**values | changed)
 
 
+ENGINES = Hardware(constants(), KV_TOKENS)
+
+
 def evenly(n: int, every_ms: float, prompt: int, output: int) -> list[Arrival]:
     return [Arrival(i * every_ms, prompt, output) for i in range(n)]
 
@@ -35,7 +38,7 @@ def evenly(n: int, every_ms: float, prompt: int, output: int) -> list[Arrival]:
 def test_goodput_is_what_arithmetic_says() -> None:
     # Two replicas, 10 ms a prompt, nothing else: 200 a second, and the queue grows beyond.
     arrivals = evenly(300, 20.0, prompt=100, output=1)
-    rows = planner.plan(arrivals, constants(), 2, KV_TOKENS, Goals(15.0, 100.0))
+    rows = planner.plan(arrivals, ENGINES, 2, Goals(15.0, 100.0))
     [replicas] = [row for row in rows if row.name == DATA_PARALLEL]
     assert replicas.goodput == pytest.approx(200, rel=0.03)
     [split] = [row for row in rows if row.name == "1P1D"]
@@ -46,7 +49,7 @@ def test_goodput_is_what_arithmetic_says() -> None:
 def test_long_prompts_under_a_tight_token_goal_are_better_split() -> None:
     # Each prompt takes 100 ms; where it is computed, every stream waits for it.
     arrivals = evenly(200, 150.0, prompt=1000, output=50)
-    rows = planner.plan(arrivals, constants(), 2, KV_TOKENS, Goals(400.0, 12.0))
+    rows = planner.plan(arrivals, ENGINES, 2, Goals(400.0, 12.0))
     assert [row.name for row in rows] == ["1P1D", DATA_PARALLEL]
     assert rows[0].itl_p99 < 12 < rows[1].itl_p99
 
@@ -56,12 +59,19 @@ def test_engines_that_share_what_they_compute_with_slow_each_other() -> None:
     goals = Goals(25.0, 100.0)
 
     def goodput(contention: float) -> float:
-        rows = planner.plan(arrivals, constants(), 2, KV_TOKENS, goals, contention)
+        rows = planner.plan(arrivals, replace(ENGINES, contention=contention), 2, goals)
         return next(row.goodput for row in rows if row.name == DATA_PARALLEL)
 
     # Both busy, each pass takes twice as long: two are then as good as one.
     assert goodput(0.0) == pytest.approx(200, rel=0.03)
     assert goodput(1.0) == pytest.approx(100, rel=0.03)
+
+
+def test_prompts_are_split_from_the_engines_own_block_on() -> None:
+    arrivals = evenly(20, 200.0, prompt=100, output=5)
+    for block_size, splits in ((16, 20), (128, 0)):
+        found = planner.simulate(arrivals, replace(ENGINES, block_size=block_size), 1, 1)
+        assert 20 - found.reasons["short_prompt"] == splits
 
 
 def told(engine: str, prefill_ms: float, decode_ms: float) -> dict:
@@ -84,7 +94,7 @@ def test_contention_is_what_both_lose_while_they_work_together() -> None:
 def test_shared_prefixes_are_not_computed_twice() -> None:
     named = [Arrival(i * 50.0, 1024, 1, tuple(range(8))) for i in range(50)]
     own = evenly(50, 50.0, prompt=1024, output=1)
-    shared, alone = (planner.simulate(a, constants(), 1, 1, KV_TOKENS) for a in (named, own))
+    shared, alone = (planner.simulate(a, ENGINES, 1, 1) for a in (named, own))
     assert shared.computed_tokens < alone.computed_tokens / 5
 
 
@@ -106,7 +116,7 @@ def test_table_chart_and_what_was_observed() -> None:
         planner.Row(1, 1, 1.0, 10.0, 20.0, 5.0, 6.0, 8.0, limit=True),
         planner.Row(0, 0, 0.5, 30.0, 60.0, 9.0, 12.0, 2.0),
     ]
-    box = Box(constants(), 1, 1, "cpu", KV_TOKENS, {"ttft_ms_p50": 11.0})
+    box = Box(ENGINES, 1, 1, "cpu", {"ttft_ms_p50": 11.0})
     assert list(plan_command.render(rows, box, 2)) == [
         "split          goals met  TTFT p50  p99 ms  ITL p50  p99 ms  goodput/s",
         "1P1D           100.0%     10.0      20.0    5.0      6.0     >8.00",
