@@ -64,12 +64,11 @@ class Placement:
     def route(self, request: Request, now_ms: float) -> Plan:
         aware = "prefix-aware" in (self._config.prefill_policy, self._config.decode_policy)
         caches = [(e.slot, e.cache) for e in self._engines] if aware else []
-        share = self._config.share_prefixes
         facts = Facts(
             request.prompt_tokens,
             MAX_TOKENS,
             cached={slot: cache.coming(request.blocks) * BLOCK for slot, cache in caches},
-            readable={s: c.readable(request.blocks) * BLOCK for s, c in caches if share},
+            readable={s: c.readable(request.blocks) * BLOCK for s, c in caches},
         )
         plan = place(facts, self._view(now_ms))
         assert isinstance(plan, Plan)
@@ -135,7 +134,8 @@ class Placement:
             if stretch and c is not None:
                 new = found.new_tokens
                 cached = request.prompt_tokens - new
-                prompt = Prompt(new, cached, plan.coming_tokens, streams, plan.beside_streams)
+                coming = min(plan.coming_tokens, cached)
+                prompt = Prompt(new, cached, coming, streams, plan.beside_streams)
                 short_ms = self._crowd[slot].short_ms(now_ms)
                 turn, ms, pass_ms = turns.take(c, prompt, now_ms, stretch, short_ms)
         self._waiting[slot] += 1
