@@ -5,6 +5,8 @@ And ``python launcher.py plan TRACE``: which placement flags suit recorded traff
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -52,6 +54,9 @@ def _quiet_terminal() -> None:
     """vLLM logs go to the engines' log files; the terminal is for what a person must read."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PDNODE_ENGINE_LOGGING_LEVEL", "INFO" if level == "ERROR" else level)
+    # vLLM obeys it only once it has read its configuration. A wrong name it refuses itself.
+    with contextlib.suppress(ValueError):
+        logging.getLogger("vllm").setLevel(level.upper())
 
 
 if __name__ == "__main__":
