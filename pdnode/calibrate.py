@@ -10,18 +10,21 @@ import contextlib
 import http.client
 import json
 import random
+import secrets
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from pdnode.errors import PlanError
 from pdnode.estimate import Constants, Estimator, prefill_ms, step_ms
 from pdnode.planner import Hardware
+from pdnode.traffic import PROBE
 
 LENGTHS = (1, 2, 4, 8, 16)
 """Prompts in blocks."""
@@ -67,7 +70,8 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> str:
         """Reads an answer to its end; returns its x-request-id."""
-        with self._opened(path, body) as answer:
+        headers = {"x-request-id": PROBE + secrets.token_hex(8)}
+        with self._opened(path, body, headers) as answer:
             if b'data: {"error"' in (said := answer.read()):
                 raise PlanError(f"{self.url}{path} answered {said.decode(errors='replace')}")
             return answer.headers.get("x-request-id", "")
@@ -78,9 +82,14 @@ class Client:
             return json.load(answer), answer.headers.get("x-request-id", "")
 
     @contextlib.contextmanager
-    def _opened(self, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _opened(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
+        request = urllib.request.Request(self.url + path, data, {**self._headers, **headers})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 yield answer
@@ -100,6 +109,12 @@ def _said(error: urllib.error.HTTPError) -> str:
 def measure(client: Client) -> Box:
     """Raises PlanError. Costs the node about a hundred and fifty short requests."""
     status, _ = client.ask("/pd/status")
+    down = [e["id"] for e in status["engines"] if e["state"] != "ready"]
+    if down:
+        raise PlanError(
+            f"{', '.join(down)} of the node at {client.url} is not ready, so that what it takes "
+            "cannot be measured: try again when /pd/status says so, or give --constants FILE"
+        )
     models, _ = client.ask("/v1/models")
     model = models["data"][0]
     seen, _ = client.ask("/pd/requests")

@@ -32,7 +32,7 @@ from pdnode.connector import worker_extension
 from pdnode.connector.settings import ConnectorSettings
 from pdnode.errors import EngineFailed
 from pdnode.reaper import private_segments, record_files, segments_of_stopped, unlink_all
-from pdnode.rundir import make_private
+from pdnode.rundir import make_private, open_log
 from pdnode.vllm_compat import (
     EngineDeadError,
     KVTransferConfig,
@@ -76,7 +76,7 @@ def child_surroundings(env: dict[str, str], log_path: Path) -> Iterator[None]:
     with _spawn_lock:
         before = dict(os.environ)
         saved = [os.dup(1), os.dup(2)]
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = open_log(log_path)
         try:
             os.environ.update(env)
             os.dup2(log, 1)

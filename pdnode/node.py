@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from prometheus_client import REGISTRY
 
@@ -56,6 +56,7 @@ from pdnode.vllm_compat import (
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Coroutine
 
     from ipc.segment import Segment
     from pdnode.nursery import Nursery
@@ -63,6 +64,12 @@ if TYPE_CHECKING:
 
 STOP_ENGINE_S = 2.0
 """From TERM to KILL for an engine that has nothing left to finish."""
+
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """By a signal, before the node was ready."""
 
 
 class Node:
@@ -147,17 +154,13 @@ class Node:
         # vLLM's own sockets would lie in /tmp, where a killed engine leaves them.
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._run_dir.path)
         try:
-            starting = asyncio.ensure_future(self._start())
-            stopping = asyncio.ensure_future(self._stop.wait())
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                await self._abandon(starting)
-                return 130
-            llm = await starting
-            stopping.cancel()
+            llm = await self._unless_stopped(self._start())
             self.address = address
-            await serve(llm, address, sock, args, self._serving)
+            # Until it serves, a signal still only sets ``_stop``.
+            await self._unless_stopped(serve(llm, address, sock, args, self._serving))
             return 0
+        except _Stopped:
+            return 130
         finally:
             self.ready = False
             sock.close()
@@ -394,23 +397,40 @@ class Node:
     def _stop_now(self) -> None:
         self.http_server.force_exit = True
         self.http_server.should_exit = True
-        self.supervisor.stop_replacing()
-        # Its lifespan task is cancelled, which uvicorn reports with a traceback.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._expect_the_end()
         loop = asyncio.get_running_loop()
         for engine in self.engines:
             loop.run_in_executor(None, engine.end)
 
     # --- down ----------------------------------------------------------------------------------------
 
-    async def _abandon(self, starting: asyncio.Future) -> None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises _Stopped, with all engines ended, if ``_stop`` is set before ``work`` is done."""
+        doing = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not doing.done():
+            await self._abandon(doing)
+            raise _Stopped
+        return await doing
+
+    async def _abandon(self, doing: asyncio.Future) -> None:
         self.progress.line("stopping before the node was ready")
+        self._expect_the_end()
         if self._nursery is not None:
             await asyncio.to_thread(self._nursery.close)
         await asyncio.gather(*(asyncio.to_thread(engine.end) for engine in self.engines))
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PdNodeError):
-            await starting
+        doing.cancel()
+        # Whatever it says now is that its engines are gone.
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await doing
+
+    def _expect_the_end(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.stop_replacing()
+        # The server's lifespan task is cancelled, which uvicorn reports with a traceback.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def _down(self) -> None:
         if hasattr(self, "client"):

@@ -18,11 +18,13 @@ import pickle
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from pdnode import openmp
 from pdnode.nursery import receive, send
 from pdnode.process_group import own_process_group
+from pdnode.rundir import open_log
 
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.002
@@ -114,7 +116,7 @@ def _deliver(connection: socket.socket, order: dict[str, Any]) -> int:
 
 
 def _write_to(log_path: str) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_log(Path(log_path))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())

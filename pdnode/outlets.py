@@ -9,7 +9,7 @@ from pdnode.errors import NodeStartError
 from pdnode.exchange import Exchange
 from pdnode.timeline import Timeline
 from pdnode.trace_file import TraceFile
-from pdnode.traffic import Recorder
+from pdnode.traffic import PROBE, Recorder
 from pdnode.vllm_compat import EngineCoreOutputs, EngineCoreRequest, flush_traces, trace_span
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Outlets:
 
     def _record(self, asked: Exchange, timeline: Timeline, request: EngineCoreRequest) -> None:
         assert self._recorder is not None
+        if PROBE in timeline.request_id:
+            return
         if request.prompt_token_ids and timeline.output_tokens:
             self._recorder.write(
                 asked.received_at, request.prompt_token_ids, timeline.output_tokens

@@ -83,7 +83,7 @@ def _parser() -> Parser:
 def _box(own) -> Box:
     if own.constants is None:
         if sys.stderr.isatty():
-            print(f"measuring the node at {own.url}: about a minute", file=sys.stderr, flush=True)
+            print(f"measuring the node at {own.url}: a minute or two", file=sys.stderr, flush=True)
         return calibrate.measure(calibrate.Client(own.url, own.api_key))
     names = {field.name for field in fields(Constants)}
     try:

@@ -85,15 +85,25 @@ class RunDir:
 
 
 def _new_log_dir(base: Path, boot_id: str) -> Path:
-    """Logs outlive their node, or nobody could read why it ended; the newest few are kept."""
+    """Logs outlive their node, or nobody could read why it ended; the newest few are kept.
+
+    And those of every node that runs: the restart of an engine goes on writing there.
+    """
     logs = base / LOGS
     logs.mkdir(mode=0o700, exist_ok=True)
-    old = sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    ended = [path for path in logs.iterdir() if not (base / path.name).exists()]
+    old = sorted(ended, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in old[LOGS_KEPT - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
     path = logs / boot_id
     path.mkdir(mode=0o700)
     return path
+
+
+def open_log(path: Path) -> int:
+    """A file descriptor to append to. Somebody may have tidied up: no engine stays down for that."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def make_private(run_dir: Path) -> None:

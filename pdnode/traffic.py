@@ -36,6 +36,10 @@ class Arrival:
     blocks: tuple[int, ...] = ()
 
 
+PROBE = "pdnode-plan-"
+"""In the ids of the requests by which ``plan`` measures a node: nobody's traffic."""
+
+
 class Recorder:
     """Appends to ``path``, one line per request that ended with an answer. Raises OSError."""
 

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.servers import ENGINE_ARGS, MODEL_NAME, Node
-from pdnode import metrics, traffic
+from pdnode import calibrate, metrics, traffic
 from tests.people.collector import Collector
 from tests.people.commands import ALL, Command
 
@@ -228,6 +228,14 @@ def test_traffic_is_recorded_for_plan(node: Node, files: Path) -> None:
         usage["completion_tokens"],
     )
     assert len(last.blocks) == last.prompt_tokens // traffic.BLOCK
+
+
+def test_what_plan_asks_is_not_recorded(node: Node, files: Path) -> None:
+    before = len(traffic.read(files / "traffic.jsonl"))
+    probe = calibrate.Probe(calibrate.Client(node.url), MODEL_NAME, traffic.BLOCK, 1000)
+    assert probe.one(200, 3)["prompt_tokens"] == 200
+    described(node, complete(node, "asked by a user").headers["x-request-id"])
+    assert len(traffic.read(files / "traffic.jsonl")) == before + 1
 
 
 def test_spans_of_vllm_and_of_the_node_arrive(node: Node, collector: Collector) -> None:

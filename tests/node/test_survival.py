@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -211,6 +212,18 @@ def test_nothing_hangs_on_the_processes_that_start_engines(node, expected):
         os.kill(engine["pid"], signal.SIGKILL)
     assert streams_at_once(node) == expected
     assert all_ready(node)["counters"]["failed"] == before["counters"]["failed"]
+
+
+def test_an_engine_comes_back_although_somebody_tidied_up_its_log(node):
+    status = all_ready(node)
+    logs = rundir.base_dir() / rundir.LOGS / status["boot_id"]
+    assert logs.is_dir()
+    shutil.rmtree(logs)
+    engine = status["engines"][-1]
+    os.kill(engine["pid"], signal.SIGKILL)
+    node.wait_status(lambda s: s["engines"][-1]["state"] != "ready", 5, "dead")
+    all_ready(node)
+    assert (logs / f"{engine['id']}.log").stat().st_size
 
 
 def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):

@@ -30,10 +30,10 @@ def made(**config: Any) -> tuple[Outlets, Any]:
     return Outlets(SimpleNamespace(**defaults | config), client), client
 
 
-def finish_one(client: Any) -> None:
+def finish_one(client: Any, request_id: str = "cmpl-mine") -> None:
     at = time.monotonic()
     asked = Exchange("mine", "/v1/completions", received=at - 0.2)
-    line = Timeline("cmpl-mine", 130, arrived=at - 0.19, reason="split_faster")
+    line = Timeline(request_id, 130, arrived=at - 0.19, reason="split_faster")
     line.legs = [
         LegTimes(0, "prefill", 130, at - 0.18, begun=at - 0.17, answered=at - 0.1, last=at - 0.1),
         LegTimes(1, "decode", 131, at - 0.09, begun=at - 0.08, answered=at - 0.05, last=at - 0.01),
@@ -70,6 +70,13 @@ def test_files_get_requests_and_steps(tmp_path: Path) -> None:
     assert [e["args"]["bytes"] for e in events if e["name"] == "copy"] == [4096]
     [arrival] = traffic.read(tmp_path / "r.jsonl")
     assert (arrival.prompt_tokens, arrival.output_tokens, len(arrival.blocks)) == (130, 5, 1)
+
+
+def test_what_plan_asks_is_not_recorded(tmp_path: Path) -> None:
+    outlets, client = made(record_path=tmp_path / "r.jsonl")
+    finish_one(client, f"cmpl-{traffic.PROBE}1-0")
+    outlets.close()
+    assert (tmp_path / "r.jsonl").read_text() == ""
 
 
 def test_a_file_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
