@@ -14,11 +14,10 @@ import secrets
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from pdnode.errors import PlanError
@@ -70,26 +69,23 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> str:
         """Reads an answer to its end; returns its x-request-id."""
-        headers = {"x-request-id": PROBE + secrets.token_hex(8)}
-        with self._opened(path, body, headers) as answer:
+        with self._opened(path, body) as answer:
             if b'data: {"error"' in (said := answer.read()):
                 raise PlanError(f"{self.url}{path} answered {said.decode(errors='replace')}")
             return answer.headers.get("x-request-id", "")
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-        """(the answer's JSON, its x-request-id)."""
-        with self._opened(path, body) as answer:
-            return json.load(answer), answer.headers.get("x-request-id", "")
+    def ask(self, path: str) -> dict[str, Any]:
+        """The answer's JSON."""
+        with self._opened(path) as answer:
+            return json.load(answer)
 
     @contextlib.contextmanager
     def _opened(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        self, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {**self._headers, **headers})
+        headers = {**self._headers, "x-request-id": PROBE + secrets.token_hex(8)}
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 yield answer
@@ -108,16 +104,16 @@ def _said(error: urllib.error.HTTPError) -> str:
 
 def measure(client: Client) -> Box:
     """Raises PlanError. Costs the node about a hundred and fifty short requests."""
-    status, _ = client.ask("/pd/status")
+    status = client.ask("/pd/status")
     down = [e["id"] for e in status["engines"] if e["state"] != "ready"]
     if down:
         raise PlanError(
             f"{', '.join(down)} of the node at {client.url} is not ready, so that what it takes "
             "cannot be measured: try again when /pd/status says so, or give --constants FILE"
         )
-    models, _ = client.ask("/v1/models")
+    models = client.ask("/v1/models")
     model = models["data"][0]
-    seen, _ = client.ask("/pd/requests")
+    seen = client.ask("/pd/requests")
     block, room = status["block_size"], model["max_model_len"] - MODEL_ROOM
     probe = Probe(client, model["id"], block, room)
     estimator = Estimator(chunk_tokens=status["chunk_tokens"])
@@ -130,7 +126,7 @@ def measure(client: Client) -> Box:
         for streams in STREAMS:
             _observe_streams(estimator, probe.streams(streams))
     if not split:
-        _handoffs_so_far(estimator, client.ask("/pd/status")[0], block)
+        _handoffs_so_far(estimator, client.ask("/pd/status"), block)
     constants = estimator.constants()
     if constants is None:
         raise PlanError(
@@ -154,6 +150,10 @@ def measure(client: Client) -> Box:
     )
 
 
+Told = list[dict[str, Any]]
+"""Requests as ``/pd/requests/{id}`` tells them."""
+
+
 class Probe:
     """Asks the node and tells of each request what ``/pd/requests/{id}`` says of it."""
 
@@ -175,16 +175,14 @@ class Probe:
             "stream": True,
         }
         request_id = self._client.stream("/v1/completions", body)
-        found, _ = self._client.ask(f"/pd/requests/{request_id}")
+        found = self._client.ask(f"/pd/requests/{request_id}")
         return found["requests"][0]
 
-    def streams(self, count: int) -> list[dict[str, Any]]:
+    def streams(self, count: int) -> Told:
         """Short prompts, long answers, all at once."""
         return self.streams_beside(count, 0)[0]
 
-    def streams_beside(
-        self, count: int, prompt_tokens: int
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def streams_beside(self, count: int, prompt_tokens: int) -> tuple[Told, Told]:
         """And meanwhile prompts, one after another: (the streams, the prompts)."""
         length, prompts = min(STREAM_PROMPT, self._room), []
         with ThreadPoolExecutor(count) as pool:
@@ -208,7 +206,7 @@ def _observe(estimator: Estimator, streams: int, request: dict[str, Any]) -> Non
     _observe_decode(estimator, streams, request)
 
 
-def _observe_streams(estimator: Estimator, requests: list[dict[str, Any]]) -> None:
+def _observe_streams(estimator: Estimator, requests: Told) -> None:
     """Requests that were asked at once."""
     on = Counter(request["decode"] for request in requests)
     for request in requests:
@@ -235,10 +233,6 @@ def _contention(probe: Probe, constants: Constants) -> float:
         apart = probe.streams(streams), prompts
         found += slowed(apart, probe.streams_beside(streams, max(short)))
     return median(found) if found and median(found) > NOISE else 0.0
-
-
-Told = list[dict[str, Any]]
-"""Requests as ``/pd/requests/{id}`` tells them."""
 
 
 def slowed(apart: tuple[Told, Told], together: tuple[Told, Told]) -> list[float]:

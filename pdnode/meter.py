@@ -84,8 +84,9 @@ class Meter:
             other.alone = False
         pass_ms = inf
         if constants is not None and work.computes:
-            prompt = Prompt(work.new, work.cached, work.coming, self.streams, work.beside_streams)
             if self.stretch:
+                beside = work.beside_streams
+                prompt = Prompt(work.new, work.cached, work.coming, self.streams, beside)
                 short_ms = self.crowd.short_ms(now_ms)
                 taken = turns.take(constants, prompt, now_ms, self.stretch, short_ms)
                 work.turn, work.ms, pass_ms = taken

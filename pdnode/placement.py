@@ -372,7 +372,8 @@ def _compute(
     new = facts.prompt_tokens - cached
     decodes = e.role == DECODE and view.config.split != "never"
     beside = decodes and bool(streams or coming_ms)
-    if beside and view.config.stretch:
+    bounded = beside and view.config.stretch
+    if bounded:
         c = turns.in_passes_of(c, turns.beside_streams(c, cached, new))
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
     wait_ms, late_ms = _among(e, streams, ms, view.config.stretch)
@@ -381,7 +382,7 @@ def _compute(
         alike = sum(other.ready and other.role == e.role for other in view.engines)
         stall += sum(max(0.0, wait_ms + ms - at_ms) for at_ms in coming_ms) / alike
     behind = late_ms + estimate.behind_ms(_arrivals_per_ms(view, e.role), wait_ms, ms)
-    if beside and view.config.stretch:
+    if bounded:
         stall *= SLOWED
     evict = estimate.evict_ms(c, new + copied - e.unused_tokens)
     parts = (new, wait_ms, ms, 0.0, 0.0, stall, evict, behind)

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pdnode import rundir
-from pdnode.rundir import RunDir
 
 
-def test_the_logs_of_a_node_that_runs_are_kept_however_many_start_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    first = RunDir("first")
+def test_the_logs_of_a_node_that_runs_are_kept_however_many_start_after_it(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()  # its run directory, as long as it runs
+    first = rundir._new_log_dir(tmp_path, "first")
     for i in range(rundir.LOGS_KEPT + 2):
-        later = RunDir(f"later{i}")
-        later.close()
-    kept = {path.name for path in (rundir.base_dir() / rundir.LOGS).iterdir()}
-    assert first.log_dir.is_dir()
-    assert len(kept) == rundir.LOGS_KEPT + 1
-    first.close()
+        rundir._new_log_dir(tmp_path, f"later{i}")
+    assert first.is_dir()
+    assert len([*first.parent.iterdir()]) == rundir.LOGS_KEPT + 1
 
 
 def test_a_log_is_opened_where_its_folder_is_gone(tmp_path: Path) -> None:
