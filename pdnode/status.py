@@ -9,6 +9,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ipc.records import EngineRecord
+from pdnode.engine import Engine, EngineState
+
 if TYPE_CHECKING:
     from pdnode.node import Node
 
@@ -44,9 +47,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 "device": engine.spec.device.describe(),
                 "kv_blocks_total": load.blocks_total,
                 "kv_blocks_free": load.blocks_free,
-                "running": load.running,
-                "waiting": load.waiting,
-                "queued_prompt_tokens": load.queued_prompt_tokens,
+                **_work(engine, load),
                 "kv_blocks_cached": load.blocks_cached,
                 "pool_tokens": load.pool_tokens,
                 "restarts": engine.restarts,
@@ -97,6 +98,13 @@ def node_status(node: Node) -> dict[str, Any]:
             "rejected": counters.rejected,
         },
     }
+
+
+def _work(engine: Engine, load: EngineRecord) -> dict[str, int]:
+    """What its scheduler has. A dead engine's record still says what it had when it died."""
+    works = engine.state is EngineState.READY
+    names = ("running", "waiting", "queued_prompt_tokens")
+    return {name: getattr(load, name) if works else 0 for name in names}
 
 
 def failures(node: Node) -> tuple[int, int]:

@@ -78,32 +78,38 @@ async function order(path, body, done) {
     show(await ask(path, body));
     say(done);
   } catch (error) {
-    say(error.message, true);
+    if (error instanceof NoKey) askKey();
+    else say(error.message, true);
   }
 }
 
-let failing = false;
-async function poll(path, every, take) {
+// A round of polling has one key. It ends with the key's refusal or with a newer round, and what it
+// still hears then is nobody's: a late refusal of an old key must not take the new one away.
+let failing = false, round = 0;
+async function poll(path, every, take, mine) {
   try {
     if (!document.hidden) {
-      take(await ask(path));
+      const said = await ask(path);
+      if (mine !== round) return;
+      take(said);
       $("key-form").hidden = true;
       $("main").hidden = false;
       if (failing) say("");
       failing = false;
     }
   } catch (error) {
+    if (mine !== round) return;
     if (error instanceof NoKey) { askKey(); return; }
     failing = true;
     say("The node does not answer; trying again. The numbers below are old.", true);
     text($("state"), "no answer");
     $("state").className = "chip bad";
   }
-  setTimeout(poll, every, path, every, take);
+  setTimeout(poll, every, path, every, take, mine);
 }
 
 function askKey() {
-  if (!$("key-form").hidden) return;
+  round++;
   $("main").hidden = true;
   text($("key-wrong"), sessionStorage.getItem(KEY) ? "That key is not this node's." : "");
   sessionStorage.removeItem(KEY);
@@ -121,6 +127,7 @@ $("key-form").addEventListener("submit", (event) => {
 // --- the box ----------------------------------------------------------------------------------
 
 const cards = new Map();
+const DOWN = ["dead", "failed", "stopped"];
 
 function card(engine) {
   const part = {};
@@ -152,12 +159,14 @@ function showEngine(engine) {
     column.insertBefore(part.root, after ?? null);
     focused?.focus();
   }
-  const down = engine.state === "dead" || engine.state === "failed" || engine.state === "stopped";
+  const down = DOWN.includes(engine.state);
   const ready = engine.state === "ready";
   part.root.className = "card " + (ready ? "ready" : down ? "down" : "rising");
   text(part.state, engine.draining ? engine.state + ", draining" : engine.state);
   part.state.className = ready && !engine.draining ? "good" : down ? "bad" : "warn";
   text(part.device, engine.device);
+  // What a dead engine said last is not how it is.
+  part.load.hidden = part.kv.parentNode.hidden = down;
   text(part.load, `${engine.running} running, ${engine.waiting} waiting`);
   const used = engine.kv_blocks_total ? 1 - engine.kv_blocks_free / engine.kv_blocks_total : 0;
   part.meter.value = used;
@@ -183,6 +192,7 @@ function wires() {
   const svg = $("wires"), frame = svg.getBoundingClientRect();
   const most = Math.max(1, ...status.paths.map((path) => path.handoffs));
   const labels = status.paths.length <= FAR_PAIRS || chosen;
+  const away = new Set(status.engines.filter((engine) => DOWN.includes(engine.state)).map((engine) => engine.id));
   const lines = [], names = [];
   const seen = {};
   for (const path of status.paths) {
@@ -196,7 +206,7 @@ function wires() {
     lines.push(draw("path", {
       d: `M${x1} ${y1} C${frame.width / 2} ${y1} ${frame.width / 2} ${y2} ${x2} ${y2}`,
       "stroke-width": 1 + 4 * path.handoffs / most,
-      class: (path.handoffs ? "used " : "") + (mine ? "chosen" : ""),
+      class: (away.has(path.from) || away.has(path.to) ? "away " : path.handoffs ? "used " : "") + (mine ? "chosen" : ""),
     }));
     if (labels && (!chosen || mine)) {
       const at = chosen ? 0.85 : 0.25 + 0.5 * ((seen[path.from] = (seen[path.from] ?? 0) + 1) / (status.paths.length + 1));
@@ -383,11 +393,9 @@ function detail(asked, request) {
 $("legend").append(...Object.entries(PHASES).map(([phase, name]) => make("span", {}, make("i", { class: phase }), name)));
 $("own-scale").addEventListener("change", () => requests && showRequests(requests));
 addEventListener("resize", () => { if (status) wires(); if (requests) showRequests(requests); });
-let round = 0;
 function begin() {
-  const mine = ++round;
-  const still = (take) => (said) => { if (mine === round) take(said); };
-  poll("/pd/status", STATUS_MS, still(show));
-  poll("/pd/requests", REQUESTS_MS, still(showRequests));
+  round++;
+  poll("/pd/status", STATUS_MS, show, round);
+  poll("/pd/requests", REQUESTS_MS, showRequests, round);
 }
 begin();

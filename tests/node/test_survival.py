@@ -226,6 +226,22 @@ def test_an_engine_comes_back_although_somebody_tidied_up_its_log(node):
     assert (logs / f"{engine['id']}.log").stat().st_size
 
 
+def test_nothing_runs_on_a_dead_engine(node, expected):
+    all_ready(node)
+    seen = []
+
+    def kill() -> None:
+        victim = serving_engine(node, "decode")
+        os.kill(victim["pid"], signal.SIGKILL)
+        dead = node.wait_status(
+            lambda s: any(e["state"] != "ready" for e in s["engines"]), 5, "a dead engine"
+        )
+        seen.extend(e["running"] for e in dead["engines"] if e["id"] == victim["id"])
+
+    assert tokens_of(node, once_at(30, kill)) == expected["greedy"]
+    assert seen == [0]
+
+
 def test_a_prompt_whose_prefill_engine_is_killed_is_answered_all_the_same(node):
     prompt = [(11 * i) % 400 + 10 for i in range(1900)]
     in_peace = tokens_of(node, prompt=prompt, max_tokens=100)

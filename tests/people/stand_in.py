@@ -58,6 +58,8 @@ class StandIn:
     def __init__(self, status: dict, requests: dict, key: str = "") -> None:
         self.status, self.requests, self.key = status, requests, key
         self.posts: list[tuple[str, dict]] = []
+        self.held: tuple[str, threading.Event] | None = None
+        """Requests for a path with a refused key are answered when the event is set."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -80,6 +82,8 @@ class StandIn:
             answer = page.answer(handler.path)
             self._send(handler, 200, bytes(answer.body), dict(answer.headers))
         elif not self._may(handler):
+            if self.held and self.held[0] == handler.path and handler.headers["authorization"]:
+                self.held[1].wait()
             self._json(handler, 401, {"error": "Unauthorized"})
         else:
             shown = {"/pd/status": self.status, "/pd/requests": self.requests}
@@ -113,6 +117,8 @@ class StandIn:
         handler.wfile.write(body)
 
     def close(self) -> None:
+        if self.held:
+            self.held[1].set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +16,7 @@ EXECUTABLE = browser.found()
 pytestmark = pytest.mark.skipif(
     EXECUTABLE is None, reason=f"no Chromium: none of {', '.join(browser.NAMES)} is installed"
 )
+ENTER = "document.getElementById('key').value = '{}'; document.querySelector('#key-form button').click()"
 CLICK = "document.querySelector('[aria-label=\"{}\"]').click()"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">'\"&"
 
@@ -122,13 +124,9 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(tab: Browser, serve) -> None:
     serve(recorded("status-1p1d"), key="sesame")
     tab.wait("!document.getElementById('key-form').hidden")
     assert tab.run("document.getElementById('main').hidden")
-    enter = (
-        "document.getElementById('key').value = '{}';"
-        "document.querySelector('#key-form button').click()"
-    )
-    tab.run(enter.format("wrong"))
+    tab.run(ENTER.format("wrong"))
     tab.wait("document.getElementById('key-wrong').textContent != ''")
-    tab.run(enter.format("sesame"))
+    tab.run(ENTER.format("sesame"))
     tab.wait("document.querySelectorAll('.card').length == 2")
     assert tab.run("sessionStorage.getItem('pdnode-key')") == "sesame"
     assert tab.run("localStorage.length") == 0
@@ -138,13 +136,42 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(tab: Browser, serve) -> None:
     assert [error for error in tab.errors if "401" not in error] == []
 
 
+def test_a_late_refusal_of_an_old_key_leaves_the_new_one(tab: Browser, serve) -> None:
+    node = serve(recorded("status-1p1d"), key="sesame")
+    tab.wait("!document.getElementById('key-form').hidden")
+    node.held = ("/pd/requests", threading.Event())
+    tab.run(ENTER.format("wrong"))
+    tab.wait("document.getElementById('key-wrong').textContent != ''")
+    tab.run(ENTER.format("sesame"))
+    tab.wait("document.querySelectorAll('#requests tbody tr').length > 3")
+    refused = "performance.getEntriesByType('resource').filter(e => e.responseStatus == 401).length"
+    assert tab.run(refused) == 3
+    node.held[1].set()
+    tab.wait(f"{refused} == 4")
+    assert tab.run("sessionStorage.getItem('pdnode-key')") == "sesame"
+    assert tab.run("document.getElementById('key-form').hidden")
+
+
+def test_an_engine_that_is_down_is_drawn_so(tab: Browser, serve) -> None:
+    status = recorded("status-1p1d")
+    status["engines"][1] |= {"state": "failed", "last_error": "it ended five times in a row"}
+    serve(status)
+    tab.wait("document.querySelectorAll('.card.down').length == 1")
+    shown = tab.run("document.querySelector('.card.down').innerText")
+    assert "five times" in shown
+    assert "running" not in shown
+    assert "KV" not in shown
+    assert "running" in tab.run("document.querySelector('.card.ready').innerText")
+    assert tab.run("document.querySelectorAll('#wires path.away').length") == 1
+    assert tab.run("document.getElementById('state').textContent") == "1 of 2 engines down"
+    assert tab.errors == []
+
+
 def test_a_node_that_went_away_is_said_and_comes_back(tab: Browser, serve) -> None:
     node = serve(recorded("status-1p1d"))
     tab.wait("document.querySelectorAll('.card').length == 2")
     node.key = "nobody-knows"
     tab.wait("!document.getElementById('key-form').hidden")
     node.key = ""
-    tab.run(
-        "document.getElementById('key').value = 'x'; document.querySelector('#key-form button').click()"
-    )
+    tab.run(ENTER.format("x"))
     tab.wait("!document.getElementById('main').hidden")
