@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdnode import page
 from pdnode.admission import Admission
 from pdnode.errors import BadRole
 from pdnode.exchange import Exchanges
-from pdnode.history import KEPT
+from pdnode.history import KEPT, LISTED
 from pdnode.status import node_status
 from pdnode.vllm_compat import AuthenticationMiddleware
 
@@ -66,6 +66,9 @@ class PdRoutes:
     def _answer(self, scope: Scope) -> Response | None:
         """None: vLLM's to answer."""
         path, method = scope["path"], scope["method"]
+        if path == "/" and method in ("GET", "HEAD"):
+            # A browser given the address alone is a person who looks for the page.
+            return RedirectResponse("/pd")
         if path.rstrip("/") == "/pd" or path in page.FILES:
             return page.answer(path) if method in ("GET", "HEAD") else _not_allowed()
         if not self._may_enter(scope, path):
@@ -73,17 +76,20 @@ class PdRoutes:
         if path.startswith("/pd/") and path not in POSTS:
             if method not in ("GET", "HEAD"):
                 return _not_allowed()
-            return self._read(path)
+            return self._read(path, QueryParams(scope["query_string"]))
         if method == "POST" and self._node.draining:
             return _stopping()
         return None
 
-    def _read(self, path: str) -> JSONResponse:
+    def _read(self, path: str, query: QueryParams) -> JSONResponse:
         history = self._node.client.history
         if path == "/pd/status":
             return JSONResponse(node_status(self._node))
         if path == "/pd/requests":
-            return JSONResponse(history.listed())
+            limit = query.get("limit", str(LISTED))
+            if not (limit.isdecimal() and limit.isascii()):
+                return _bad_request(f"limit={limit!r} is not a number of requests: up to {KEPT}")
+            return JSONResponse(history.listed(int(limit)))
         if path.startswith(REQUESTS):
             found = history.find(path.removeprefix(REQUESTS))
             return JSONResponse(found) if found else _no_request(path.removeprefix(REQUESTS))

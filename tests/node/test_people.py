@@ -165,6 +165,19 @@ def test_the_page_is_served(node: Node) -> None:
         assert answer.status_code == 200
         assert kind in answer.headers["content-type"]
         assert "default-src 'none'" in answer.headers["content-security-policy"]
+    home = node.http.get("/")
+    assert home.status_code == 307
+    assert home.headers["location"] == "/pd"
+
+
+def test_as_many_requests_are_listed_as_are_asked_for(node: Node) -> None:
+    complete(node, "one")
+    complete(node, "two")
+    assert len(node.http.get("/pd/requests?limit=1").json()["requests"]) == 1
+    assert len(node.http.get("/pd/requests?limit=99999").json()["requests"]) >= 2
+    refused = node.http.get("/pd/requests?limit=many")
+    assert refused.status_code == 400
+    assert "many" in refused.json()["error"]["message"]
 
 
 def test_metrics_are_prometheus_and_have_every_engine(node: Node) -> None:
