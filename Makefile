@@ -7,6 +7,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 # For example: make setup PIP_ARGS="--index-url ..." to take packages from a mirror.
 PIP_ARGS ?=
+# The version of vLLM that "make compat" asks for what we use of it; the one we run is in requirements/.
 VLLM ?= 0.33.0
 
 SHELL := /bin/bash

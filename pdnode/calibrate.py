@@ -16,13 +16,15 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from pdnode.errors import PlanError
 from pdnode.estimate import Constants, Estimator, prefill_ms, step_ms
+from pdnode.history import KEPT
 from pdnode.planner import Hardware
+from pdnode.sim.node import percentile
 from pdnode.traffic import PROBE
 
 LENGTHS = (1, 2, 4, 8, 16)
@@ -54,8 +56,10 @@ class Box:
     decode: int
     kind: str
     """``cpu`` or ``gpu``."""
-    latency: dict[str, float]
-    """Observed in the last minutes: ttft_ms_p50, ... as in ``/pd/requests``; empty: no answers."""
+    observed: dict[str, float] = field(default_factory=dict)
+    """ttft_ms_p50, ttft_ms_p99, itl_ms_p50 and itl_ms_p99 of the last requests, ITL being each one's
+    mean; empty: no answers."""
+    observed_requests: int = 0
 
 
 class Client:
@@ -113,7 +117,7 @@ def measure(client: Client) -> Box:
         )
     models = client.ask("/v1/models")
     model = models["data"][0]
-    seen = client.ask("/pd/requests")
+    seen = client.ask(f"/pd/requests?limit={KEPT}")
     block, room = status["block_size"], model["max_model_len"] - MODEL_ROOM
     probe = Probe(client, model["id"], block, room)
     estimator = Estimator(chunk_tokens=status["chunk_tokens"])
@@ -146,7 +150,7 @@ def measure(client: Client) -> Box:
         prefill=roles.count("prefill"),
         decode=roles.count("decode"),
         kind="cpu" if status["engines"][0]["device"].startswith("CPU") else "gpu",
-        latency=_newest(seen),
+        **observed(seen),
     )
 
 
@@ -222,7 +226,7 @@ def _observe_decode(estimator: Estimator, streams: int, request: dict[str, Any])
     estimator.observe_decode_step(streams, (events["decode_end"] - events["decode_begin"]) / steps)
 
 
-def _contention(probe: Probe, constants: Constants) -> float:
+def _contention(probe: Probe, constants: Constants) -> float | None:
     """Streams on one engine and prompts on another, in turn apart and together."""
     streams = max(STREAMS)
     enough_ms = MODEL_ROOM * step_ms(constants, streams) / PROMPTS
@@ -232,7 +236,9 @@ def _contention(probe: Probe, constants: Constants) -> float:
         prompts = [probe.one(max(short), 1) for _ in range(PROMPTS)]
         apart = probe.streams(streams), prompts
         found += slowed(apart, probe.streams_beside(streams, max(short)))
-    return median(found) if found and median(found) > NOISE else 0.0
+    if not found:
+        return None
+    return median(found) if median(found) > NOISE else 0.0
 
 
 def slowed(apart: tuple[Told, Told], together: tuple[Told, Told]) -> list[float]:
@@ -262,10 +268,23 @@ def _handoffs_so_far(estimator: Estimator, status: dict[str, Any], block: int) -
                 estimator.observe_handoff(SELF_TEST_BLOCKS * block, ms)
 
 
-def _newest(seen: dict[str, Any]) -> dict[str, float]:
-    buckets = [b for b in seen["latency"]["buckets"] if b["requests"]]
-    return (
-        {k: v for k, v in buckets[-1].items() if k.endswith(("_p50", "_p99")) and v}
-        if buckets
-        else {}
-    )
+def observed(seen: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Box, from ``/pd/requests``. An earlier plan's probes are not the users' requests."""
+    answers = [
+        request
+        for asked in seen["requests"]
+        if not asked["id"].startswith(PROBE)
+        for request in asked["requests"]
+        if request["ttft"] is not None
+    ]
+    times = {
+        "ttft_ms": [request["ttft"]["ms"] for request in answers],
+        "itl_ms": [request["itl_ms"] for request in answers if request["itl_ms"] is not None],
+    }
+    observed = {
+        f"{name}_{quantile}": percentile(values, share)
+        for name, values in times.items()
+        for quantile, share in (("p50", 0.5), ("p99", 0.99))
+        if values
+    }
+    return {"observed": observed, "observed_requests": len(answers)}

@@ -93,7 +93,7 @@ def _box(own) -> Box:
         hardware = Hardware(
             constants,
             int(said.get("kv_tokens", GIVEN_KV_TOKENS)),
-            float(said.get("contention", 0.0)),
+            None if (contention := said.get("contention")) is None else float(contention),
             int(said.get("block_size", USUAL_BLOCK.get(kind, BLOCK))),
         )
         prefill, decode = int(said.get("prefill", 1)), int(said.get("decode", 1))
@@ -105,7 +105,8 @@ def _box(own) -> Box:
 
 
 def _write(path: str, box: Box) -> None:
-    said = {**asdict(box), "latency": None}
+    said = asdict(box)
+    del said["observed"], said["observed_requests"]
     said |= said.pop("hardware")
     try:
         Path(path).write_text(json.dumps(said, indent=1) + "\n")
@@ -120,8 +121,11 @@ def _head(arrivals: list[Arrival], box: Box, engines: int, goals: Goals) -> Iter
     c, hardware = box.hardware.constants, box.hardware
     prompt = sum(a.prompt_tokens for a in arrivals) / len(arrivals)
     answer = sum(a.output_tokens for a in arrivals) / len(arrivals)
-    yield f"trace      {len(arrivals)} requests, {planner.rate_per_s(arrivals):.2f} a second, "
-    yield f"           {prompt:.0f} prompt and {answer:.0f} output tokens on average"
+    rate = planner.rate_per_s(arrivals)
+    yield (
+        f"trace      {len(arrivals)} requests, {rate:.2f} a second, {prompt:.0f} prompt and "
+        f"{answer:.0f} output tokens on average"
+    )
     yield f"box        {engines} engines with KV for {hardware.kv_tokens} tokens each"
     yield (
         f"engine     prefill {c.prefill_pass_ms:.1f} ms a pass + {c.prefill_ms_per_token * 1e3:.1f} "
@@ -132,7 +136,9 @@ def _head(arrivals: list[Arrival], box: Box, engines: int, goals: Goals) -> Iter
         f"hand-off   {c.handoff_ms:.2f} ms + {c.handoff_ms_per_token * 1e3:.2f} ms per 1000 tokens, "
         f"front end {c.front_ms:.1f} ms a leg"
     )
-    if hardware.contention:
+    if hardware.contention is None:
+        yield "together   not known what engines cost each other, taken for nothing"
+    elif hardware.contention:
         longer = f"{hardware.contention:.0%} longer"
         yield f"together   each other engine that works makes a pass {longer}"
     yield (
@@ -184,12 +190,12 @@ def flags_for(row: Row, kind: str, engines: int) -> str:
 
 
 def _observed(rows: Sequence[Row], box: Box) -> Iterator[str]:
-    """What the node says of its last minutes, next to what was predicted for its present split."""
+    """What the node's last requests took, next to what was predicted for its present split."""
     mine = next((r for r in rows if (r.prefill, r.decode) == (box.prefill, box.decode)), None)
-    if mine is None or not box.latency:
+    if mine is None or not box.observed:
         return
     yield ""
-    yield f"predicted for the node as it is ({mine.name}), and observed in its newest seconds:"
+    yield f"predicted for the node as it is ({mine.name}), and its last {box.observed_requests} requests:"
     predicted = {
         "ttft_ms_p50": mine.ttft_p50,
         "ttft_ms_p99": mine.ttft_p99,
@@ -197,8 +203,8 @@ def _observed(rows: Sequence[Row], box: Box) -> Iterator[str]:
         "itl_ms_p99": mine.itl_p99,
     }
     rows_text = (
-        (name, f"{predicted[name]:.1f}", f"{box.latency[name]:.1f}")
+        (name, f"{predicted[name]:.1f}", f"{box.observed[name]:.1f}")
         for name in predicted
-        if name in box.latency
+        if name in box.observed
     )
     yield from table(("", "predicted", "observed"), rows_text)

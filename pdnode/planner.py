@@ -39,9 +39,10 @@ class Hardware:
     constants: Constants
     kv_tokens: int
     """Of one engine."""
-    contention: float = 0.0
+    contention: float | None = None
     """By which share of its time a pass gets longer for each other engine that works meanwhile: CPU
-    engines share caches and memory, two of them perhaps the parts of one core."""
+    engines share caches and memory, two of them perhaps the parts of one core. None: not known, and
+    taken for nothing."""
     block_size: int = BLOCK
     """Tokens of a KV block: a shorter prompt is not split."""
 
@@ -109,7 +110,7 @@ def simulate(
     engines = [Engine(i, role, constants, blocks, noise=0.0) for i, role in enumerate(roles)]
     config = PlacementConfig(split="auto" if prefill else "never", stretch=turns.STRETCH)
     router = Placement(engines, config, constants, hardware.block_size)
-    node = Node(engines, router, constants, hardware.contention)
+    node = Node(engines, router, constants, hardware.contention or 0.0)
     return node.run(sessions(arrivals, faster))
 
 

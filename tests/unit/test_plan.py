@@ -13,7 +13,7 @@ from pdnode import calibrate, plan_command, planner
 from pdnode.calibrate import Box
 from pdnode.estimate import Constants
 from pdnode.planner import DATA_PARALLEL, Goals, Hardware
-from pdnode.traffic import Arrival
+from pdnode.traffic import PROBE, Arrival
 
 KV_TOKENS = 400_000
 
@@ -91,6 +91,25 @@ def test_contention_is_what_both_lose_while_they_work_together() -> None:
     assert calibrate.slowed(apart, ([own], prompts)) == []
 
 
+def answered(request_id: str, ttft_ms: float | None, itl_ms: float | None) -> dict:
+    ttft = None if ttft_ms is None else {"ms": ttft_ms}
+    return {"id": request_id, "requests": [{"ttft": ttft, "itl_ms": itl_ms}]}
+
+
+def test_observed_is_what_the_users_requests_took() -> None:
+    users = [answered(f"user-{i}", 10.0 * i, 0.1 * i) for i in range(1, 101)]
+    probes = [answered(f"{PROBE}{i}", 1.0, 1.0) for i in range(100)]
+    queued, one_token = answered("queued", None, None), answered("one token", 510.0, None)
+    found = calibrate.observed({"requests": [*probes, queued, one_token, *users]})
+    assert found["observed_requests"] == 101
+    assert found["observed"] == {
+        "ttft_ms_p50": 510.0,
+        "ttft_ms_p99": 990.0,
+        "itl_ms_p50": pytest.approx(5.1),
+        "itl_ms_p99": 10.0,
+    }
+
+
 def test_shared_prefixes_are_not_computed_twice() -> None:
     named = [Arrival(i * 50.0, 1024, 1, tuple(range(8))) for i in range(50)]
     own = evenly(50, 50.0, prompt=1024, output=1)
@@ -116,7 +135,7 @@ def test_table_chart_and_what_was_observed() -> None:
         planner.Row(1, 1, 1.0, 10.0, 20.0, 5.0, 6.0, 8.0, limit=True),
         planner.Row(0, 0, 0.5, 30.0, 60.0, 9.0, 12.0, 2.0),
     ]
-    box = Box(ENGINES, 1, 1, "cpu", {"ttft_ms_p50": 11.0})
+    box = Box(ENGINES, 1, 1, "cpu", {"ttft_ms_p50": 11.0}, 30)
     assert list(plan_command.render(rows, box, 2)) == [
         "split          goals met  TTFT p50  p99 ms  ITL p50  p99 ms  goodput/s",
         "1P1D           100.0%     10.0      20.0    5.0      6.0     >8.00",
@@ -127,7 +146,7 @@ def test_table_chart_and_what_was_observed() -> None:
         "",
         "recommended: --prefill-engines 1 --decode-engines 1",
         "",
-        "predicted for the node as it is (1P1D), and observed in its newest seconds:",
+        "predicted for the node as it is (1P1D), and its last 30 requests:",
         "             predicted  observed",
         "ttft_ms_p50  10.0       11.0",
     ]
