@@ -111,7 +111,7 @@ def _engine(config, slot: int, cores: Cores) -> Engine:
     settings = ConnectorSettings(os.getpid(), "", "", spec.engine_id, slot, 0, config.lease_s, "")
     template = engine_config(vllm_args.parse(spec.vllm_args), None)
     folder = cores.folder
-    engine = Engine(spec, template, settings, folder, folder, strict=False, log_stats=True)
+    engine = Engine(spec, template, settings, folder, folder, log_stats=True)
     engine.client = connect_engine_core(template, **cores.addresses[slot], log_stats=True)
     engine.boot_id, engine.state = cores.boot_ids[slot], EngineState.READY
     return engine

@@ -49,7 +49,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 MAGIC = int.from_bytes(b"pdnodeix", "little")
-VERSION = 2
+VERSION = 3
 
 PAGE = 4096
 LINE = 64
@@ -66,7 +66,7 @@ HEADER = struct.Struct("=8Q64sQQ")
 
 CONTROL = struct.Struct("=32sIIQQ")  # engine id, role, state, boot id, restarts
 CONTROL_BOOT_AT = 40  # of the boot id within the body: validate reads this word alone
-LOAD = struct.Struct("=34Q")  # records.LOAD_FIELDS
+LOAD = struct.Struct("=33Q")  # records.LOAD_FIELDS
 REGION = struct.Struct("=64s10Q32sQ")  # RegionRecord: segment, 9 numbers, fingerprint length, ...
 
 CELL_CRC_BYTES = 8

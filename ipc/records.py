@@ -33,7 +33,7 @@ GAUGES = (
 )  # fmt: skip
 COUNTERS = (
     "handoffs_in", "handoff_bytes", "handoff_tail_bytes", "handoff_ns", "load_failures",
-    "stale_reads", "recomputed_tokens", "pins", "leases_expired", "index_full", "pool_hits",
+    "stale_reads", "pins", "leases_expired", "index_full", "pool_hits",
     "pool_tokens", "pool_stored", "deferred", "prefix_pulls", "prefix_tokens", "prefix_bytes",
     "prefix_ns", "prefix_failures", "blocks_evicted", "evicted_returns", "follows",
     "follow_no_room", "follow_yielded",
@@ -80,7 +80,6 @@ class EngineRecord(NamedTuple):
     handoff_ns: int
     load_failures: int
     stale_reads: int
-    recomputed_tokens: int
     pins: int
     leases_expired: int
     index_full: int

@@ -92,7 +92,7 @@ def child_surroundings(env: dict[str, str], log_path: Path) -> Iterator[None]:
 
 
 def kv_transfer_config(
-    engine_id: str, *, strict: bool, extra_config: dict[str, Any] | None = None
+    engine_id: str, extra_config: dict[str, Any] | None = None
 ) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="PdConnector",
@@ -101,7 +101,9 @@ def kv_transfer_config(
         # Every engine can do both: a role is what placement sends it.
         kv_role="kv_both",
         kv_connector_extra_config=extra_config or {},
-        kv_load_failure_policy="fail" if strict else "recompute",
+        # With --strict too: only the front end knows whether what could not be copied was a hand-off,
+        # or a prefix that its owner had promised nobody.
+        kv_load_failure_policy="recompute",
     )
 
 
@@ -117,7 +119,6 @@ class Engine:
         run_dir: Path,
         log_dir: Path,
         *,
-        strict: bool,
         log_stats: bool,
         nursery: Nursery | None = None,
     ) -> None:
@@ -141,7 +142,6 @@ class Engine:
         self._template = vllm_config
         self._settings = settings
         self._run_dir = run_dir
-        self._strict = strict
         self._log_stats = log_stats
         self._nursery = nursery
         self._manager = None
@@ -262,9 +262,7 @@ class Engine:
                 "boot_id": self.boot_id,
             }
         )
-        config.kv_transfer_config = kv_transfer_config(
-            self.engine_id, strict=self._strict, extra_config=settings.to_extra_config()
-        )
+        config.kv_transfer_config = kv_transfer_config(self.engine_id, settings.to_extra_config())
         config.logging_config.log_level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
         return config
 

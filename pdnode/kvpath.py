@@ -45,15 +45,6 @@ def between(asked: str, owner: Device, reader: Device) -> str:
     return owner.kv_path_to(reader) if asked == AUTO else asked
 
 
-def shares_prefixes(path: str, strict: bool) -> bool:
-    """Whether a reader may take, over this path, what nobody keeps for it.
-
-    While the owner has to send, blocks are handed out more often before they are copied: a load that
-    failed, which under ``--strict`` ends its request.
-    """
-    return path in MAPPED or not strict
-
-
 def prepared(asked: str, assignment: Assignment) -> Assignment:
     """The devices with what ``--kv-path`` needs around them. Raises ConfigError."""
     on_cpu = assignment.prefill[0].kind == "cpu"

@@ -269,7 +269,7 @@ class Node:
                 args.enable_logging_iteration_details = True  # when an engine's steps were
             args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
             args.worker_extension_cls = worker_extension.name_with(args.worker_extension_cls)
-            connector = kv_transfer_config(spec.engine_id, strict=self.config.strict)
+            connector = kv_transfer_config(spec.engine_id)
             template = engine_config(args, connector)
             if self.config.placement.stretch:
                 order_prompts(template)
@@ -288,7 +288,6 @@ class Node:
                     {self.config.kv_path(spec, reader): None for reader in self.config.engines}
                 ),
                 ranks=tuple(engine.tensor_parallel_size for engine in self.config.engines),
-                strict=self.config.strict,
                 kv_heads=template.model_config.get_total_num_kv_heads(),
                 pool_name=self._pool_name,
             )
@@ -299,7 +298,6 @@ class Node:
                     settings,
                     self._run_dir.path,
                     self._run_dir.log_dir,
-                    strict=self.config.strict,
                     log_stats=not self.config.frontend_args.disable_log_stats,
                     nursery=self._nursery,
                 )

@@ -199,7 +199,7 @@ class SplitClient(Recovery):
         else:
             mine = journey.on_output(output)
         if journey.stage is Stage.DONE and output.finish_reason is FinishReason.ERROR:
-            # Its engine could not go on with it alone: under --strict, when KV was evicted under a copy.
+            # Its engine could not go on with it alone.
             journey.stage = Stage.FAILED
             self.counters.failed += 1
         if journey.ended:

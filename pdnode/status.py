@@ -80,8 +80,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 if (total := sum(getattr(load, name) for load in loads))
             },
             "prompts_cut": counters.prompts_cut,
-            "recomputed_prompt_tokens": counters.recomputed_prompt_tokens
-            + sum(load.recomputed_tokens for load in loads),
+            "recomputed_prompt_tokens": counters.recomputed_prompt_tokens,
             "load_failures": sum(load.load_failures for load in loads),
             "prefills_deferred": sum(load.deferred for load in loads),
             "leases_expired": sum(load.leases_expired for load in loads),

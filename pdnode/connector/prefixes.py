@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from ipc.errors import IndexFull
 from pdnode.connector.metadata import LoadReport, PrefixLoad
 from pdnode.connector.settings import ConnectorSettings
-from pdnode.kvpath import MAPPED, shares_prefixes
+from pdnode.connector.unsure import computed_after_all
+from pdnode.kvpath import MAPPED
 from pdnode.vllm_compat import init_logger
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ class Prefixes:
         settings = self._settings
         # The staged path knows whole pages only.
         like_ours = settings.ranks_of(slot) == settings.ranks_of(settings.slot)
-        shared = shares_prefixes(settings.kv_path_from(slot), settings.strict)
-        return slot != settings.slot and shared and (slot in self._mapped or like_ours)
+        return slot != settings.slot and (slot in self._mapped or like_ours)
 
     def _now_read(self) -> list[int]:
         if not self._left_alone:
@@ -185,7 +185,7 @@ class Prefixes:
         loads = {request_id: self._loading.pop(request_id) for request_id in ours}
         for request_id, line in failed.items():
             request, load = loads[request_id]
-            _computed_after_all(request, load.tokens)
+            computed_after_all(request, load.tokens)
             logger.warning("a prefix of %s was not taken: %s", request_id, line.reason)
             if load.held.owner not in self._mapped:
                 self._left_alone[load.held.owner] = time.monotonic() + LEFT_ALONE_S
@@ -284,12 +284,3 @@ class Prefixes:
         while len(self._evicted) > REMEMBERED * self._blocks.num_gpu_blocks:
             self._evicted.popitem(last=False)
         self._index.add_counters(self._settings.slot, blocks_evicted=gone)
-
-
-def _computed_after_all(request: Request, tokens: int) -> None:
-    """The client is told what was not computed for it: those tokens were."""
-    stats = request.prefill_stats
-    if stats is not None:
-        stats.num_cached_tokens -= tokens
-        stats.num_external_cached_tokens -= tokens
-        stats.num_computed_tokens += tokens

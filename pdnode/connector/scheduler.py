@@ -26,7 +26,7 @@ from pdnode.connector.offers import Offers
 from pdnode.connector.pool import NodePool
 from pdnode.connector.prefixes import Prefixes
 from pdnode.connector.settings import ConnectorSettings
-from pdnode.connector.unsure import Unsure
+from pdnode.connector.unsure import Unsure, computed_after_all
 from pdnode.timeline import HANDOFF
 from pdnode.vllm_compat import RequestStatus, init_logger
 
@@ -271,9 +271,11 @@ class SchedulerHalf:
             handoff_tail_bytes=tail_bytes,
             handoff_ns=sum(done.duration_ns for done in report.done),
             load_failures=len(failed),
-            recomputed_tokens=sum(failed[name].tokens for name in failed.keys() - followers),
         )
         for failure in failed.values():
+            request = self._present.get(failure.request_id)
+            if request is not None and failure.request_id not in followers:
+                computed_after_all(request, failure.tokens)
             logger.warning("KV load of %s failed: %s", failure.request_id, failure.reason)
 
     # --- give -------------------------------------------------------------------------------

@@ -40,8 +40,6 @@ class ConnectorSettings:
     """Tensor parallel size of the engine in each slot; a missing one is 1."""
     kv_heads: int = 1
     """Of the model, over all ranks of an engine."""
-    strict: bool = False
-    """A load that fails ends its request."""
     pool_name: str = ""
     """Of the node's KV pool; empty: there is none."""
 

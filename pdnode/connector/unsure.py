@@ -86,3 +86,12 @@ class Unsure:
 
     def _evict(self, filling: Filling) -> None:
         self._blocks.evict_blocks(set(filling.block_ids[filling.sure :]))
+
+
+def computed_after_all(request: Request, tokens: int) -> None:
+    """A load of ``tokens`` failed. The front end is told that they were computed, and tells the client."""
+    stats = request.prefill_stats
+    if stats is not None:
+        stats.num_cached_tokens -= tokens
+        stats.num_external_cached_tokens -= tokens
+        stats.num_computed_tokens += tokens

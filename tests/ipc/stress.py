@@ -151,9 +151,9 @@ class Reader:
         right = bool((self.pages[:, :count] == wanted[None, :, None]).all())
         if valid and not right:
             os._exit(WRONG_DATA)
-        # recomputed_tokens: copies that were bad, and were found out.
+        # load_failures: copies that were bad, and were found out.
         self.index.add_counters(
-            self.slot, handoffs_in=valid, stale_reads=not valid, recomputed_tokens=not right
+            self.slot, handoffs_in=valid, stale_reads=not valid, load_failures=not right
         )
 
 
@@ -213,13 +213,13 @@ class Node:
         records = [self.index.engine(slot) for slot in (*WRITERS, *READERS)]
         total = collections.Counter()
         for record in records:
-            for field in ("handoffs_in", "stale_reads", "recomputed_tokens", "leases_expired"):
+            for field in ("handoffs_in", "stale_reads", "load_failures", "leases_expired"):
                 total[field] += getattr(record, field)
         return {
             "kills": self.kills,
             "copies": total["handoffs_in"],
             "refused": total["stale_reads"],
-            "bad_but_refused": total["recomputed_tokens"],
+            "bad_but_refused": total["load_failures"],
             "expired": total["leases_expired"],
             "cleared_by_sweep": self.cleared,
             "leaked_entries": self.leaked_entries(),

@@ -39,6 +39,8 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.offered: dict[str, dict] = {}
         self.computed: dict[str, int] = {}
+        self.lost: set[str] = set()
+        """Requests whose KV is given up while it is copied."""
         self.peers: list[Engine] = []
         self._tables: dict[str, list[int]] = {}
         self._ahead, self._uncounted = ahead, []
@@ -108,10 +110,10 @@ class Engine:
 
     def _load(self, metadata, report: LoadReport, invalid: set[int]) -> None:
         for load in (*metadata.loads, *metadata.prefix_loads):
-            peer = self.peers[load.entry.owner]
+            peer, kept = self.peers[load.entry.owner], load.request_id not in self.lost
             for source, target in zip(load.src_blocks, load.dst_blocks, strict=True):
-                self.memory[target] = list(peer.memory[source])
-            if self._is_still(load):
+                self.memory[target] = list(peer.memory[source]) if kept else [NONSENSE] * BLOCK
+            if kept and self._is_still(load):
                 report.done.append(LoadDone(load.request_id, peer.slot, len(load.src_blocks), 1))
             else:
                 report.failed.append(LoadFailed(load.request_id, load.tokens, "given up"))

@@ -43,6 +43,24 @@ def test_only_the_last_chunk_is_left_at_prefills_end(pair):
 
 
 @pytest.mark.parametrize("pair", [(64, 64, False), (64, 64, True)], indirect=True)
+def test_a_hand_off_that_fails_is_computed_and_said(pair):
+    """From what is said here the front end counts it, and --strict ends the request."""
+    prompt = ids("lost", 5 * BLOCK + 3)
+    prefill, decode = pair.engines
+    decode.lost.add("a/d")
+    prefill.send("a/p", prompt, 1, do_remote_decode=True)
+    pair.run()
+    token1 = prefill.answers["a/p"]
+    decode.send("a/d", [*prompt, *token1], 4, **prefill.offered["a/p"])
+    pair.run()
+    assert token1 + decode.answers["a/d"] == expected(prompt, 5)
+    assert decode.computed["a/d"] == len(prompt) + 1
+    record = pair.index.engine(D)
+    assert (record.handoffs_in, record.load_failures) == (0, 1)
+    idle(pair)
+
+
+@pytest.mark.parametrize("pair", [(64, 64, False), (64, 64, True)], indirect=True)
 def test_what_a_follower_copied_is_there_for_the_next_turn_anywhere(pair):
     prompt = ids("first turn", 6 * CHUNK - 5)
     pair.send("a", prompt, 20)

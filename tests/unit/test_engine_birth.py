@@ -30,7 +30,7 @@ class LateEngine(Engine):
             role="decode", slot=0, engine_id="decode-0", device=device, vllm_args=()
         )
         settings = ConnectorSettings(0, "", "pdtest-none", spec.engine_id, 0, 0, 1.0, "")
-        super().__init__(spec, None, settings, folder, folder, strict=False, log_stats=False)
+        super().__init__(spec, None, settings, folder, folder, log_stats=False)
         self.asked, self.go = threading.Event(), threading.Event()
         self.child: subprocess.Popen
 

@@ -78,9 +78,3 @@ def test_rings_are_counted() -> None:
     ring += kvpath.REQUEST_SLOTS * kvpath.REQUEST_SLOT_BYTES
     assert kvpath.pipe_bytes("auto", CPUS.prefill, CPUS.decode) == 0
     assert kvpath.pipe_bytes("staged", CPUS.prefill, CPUS.decode * 2) == 3 * 2 * ring
-
-
-def test_prefixes_are_taken_by_every_path_unless_a_lost_one_would_end_a_request() -> None:
-    paths = (kvpath.SHM, kvpath.CUDA_IPC, kvpath.STAGED)
-    assert [kvpath.shares_prefixes(path, strict=False) for path in paths] == [True] * 3
-    assert [kvpath.shares_prefixes(path, strict=True) for path in paths] == [True, True, False]

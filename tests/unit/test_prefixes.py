@@ -239,9 +239,8 @@ def test_without_vllms_prefix_cache_there_is_none_here(engines):
     "path, more, takes",
     [
         ("staged", {}, True),
-        ("staged", {"strict": True}, False),
         ("staged", {"ranks": (2, 1)}, False),
-        ("shm", {"strict": True}, True),
+        ("shm", {}, True),
         ("shm", {"ranks": (2, 1)}, True),
     ],
 )

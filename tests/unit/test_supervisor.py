@@ -57,7 +57,7 @@ def crashing(slot: int, folder: Path) -> CrashingEngine:
         role="decode", slot=slot, engine_id=f"decode-{slot}", device=device, vllm_args=()
     )
     settings = ConnectorSettings(0, "", f"pdtest-none-{slot}", spec.engine_id, slot, 0, 1.0, "")
-    return CrashingEngine(spec, None, settings, folder, folder, strict=False, log_stats=False)
+    return CrashingEngine(spec, None, settings, folder, folder, log_stats=False)
 
 
 class Client:

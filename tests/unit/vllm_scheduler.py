@@ -61,7 +61,7 @@ def scheduler(
          "--dtype", "float32", "--enforce-eager", *limits,
          "--async-scheduling" if ahead else "--no-async-scheduling"]
     )  # fmt: skip
-    transfer = kv_transfer_config(f"e{slot}", strict=False, extra_config=settings.to_extra_config())
+    transfer = kv_transfer_config(f"e{slot}", extra_config=settings.to_extra_config())
     config = engine_config(args, transfer)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(
