@@ -22,20 +22,18 @@ from ipc.index import Index
 from ipc.pool import Pool
 from pdnode import (
     admission,
-    fingerprint,
+    engines,
     http_routes,
     models,
     role_keeper,
     rundir,
     selftest,
     status,
-    vllm_args,
     warmup,
 )
 from pdnode.config import NodeConfig
-from pdnode.connector import replay, worker_extension
-from pdnode.connector.settings import ConnectorSettings
-from pdnode.engine import Engine, EngineState, kv_transfer_config
+from pdnode.connector import worker_extension
+from pdnode.engine import Engine, EngineState
 from pdnode.errors import BadRole, ConfigError, EngineFailed, NodeStartError, PdNodeError
 from pdnode.metrics import NodeMetrics
 from pdnode.outlets import Outlets
@@ -49,7 +47,6 @@ from pdnode.vllm_compat import (
     engine_config,
     fail_request,
     open_listen_socket,
-    order_prompts,
     read_environment_once,
     serve,
 )
@@ -188,7 +185,9 @@ class Node:
         # The node writes control lines as itself, and acknowledges hand-offs that ended without a
         # reader from a slot of its own behind the engines'.
         self.acks = Index.attach(self.index.name, me=len(config.engines))
-        self.engines = await asyncio.to_thread(self._build_engines)
+        self.engines = await asyncio.to_thread(
+            engines.build, config, self._run_dir, self.index.name, self._pool_name, self._nursery
+        )
         self.supervisor = Supervisor(config, self.engines, self.index, self.progress)
         async with asyncio.timeout(config.start_timeout_s) as budget:
             try:
@@ -260,49 +259,6 @@ class Node:
             )
             for rank in range(ranks)
         ]
-
-    def _build_engines(self) -> list[Engine]:
-        engines = []
-        for spec in self.config.engines:
-            args = vllm_args.parse(spec.vllm_args)
-            if self.config.trace_path is not None:
-                args.enable_logging_iteration_details = True  # when an engine's steps were
-            args.logits_processors = [*(args.logits_processors or ()), replay.PATH]
-            args.worker_extension_cls = worker_extension.name_with(args.worker_extension_cls)
-            connector = kv_transfer_config(spec.engine_id)
-            template = engine_config(args, connector)
-            if self.config.placement.stretch:
-                order_prompts(template)
-            settings = ConnectorSettings(
-                node_pid=os.getpid(),
-                index_name=self.index.name,
-                segment_prefix=f"{self._run_dir.segment_prefix}.{spec.engine_id}",
-                engine_id=spec.engine_id,
-                slot=spec.slot,
-                boot_id=0,
-                lease_s=self.config.lease_s,
-                fingerprint=fingerprint.of(template),
-                gpu=spec.device.kind == "gpu",
-                kv_paths=tuple(self.config.kv_path(owner, spec) for owner in self.config.engines),
-                kv_served=tuple(
-                    {self.config.kv_path(spec, reader): None for reader in self.config.engines}
-                ),
-                ranks=tuple(engine.tensor_parallel_size for engine in self.config.engines),
-                kv_heads=template.model_config.get_total_num_kv_heads(),
-                pool_name=self._pool_name,
-            )
-            engines.append(
-                Engine(
-                    spec,
-                    template,
-                    settings,
-                    self._run_dir.path,
-                    self._run_dir.log_dir,
-                    log_stats=not self.config.frontend_args.disable_log_stats,
-                    nursery=self._nursery,
-                )
-            )
-        return engines
 
     async def _start_engines(self) -> None:
         watcher = asyncio.ensure_future(self.supervisor.follow_starts())
