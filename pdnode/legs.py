@@ -96,6 +96,9 @@ class Legs(FanOut):
         if now_ms - self._records_ms > RECORDS_MS:
             self._records_ms = now_ms
             self._records = [self._record(engine.slot) for engine in self._engines]
+            for meter, record in zip(self.meters, self._records, strict=True):
+                if record is not None:
+                    meter.evictions(record, self._shape.block_size)
         return NodeView(
             engines=tuple(self._engine_view(engine, now_ms) for engine in self._engines),
             block_size=self._shape.block_size,
@@ -107,8 +110,6 @@ class Legs(FanOut):
 
     def _engine_view(self, engine: Engine, now_ms: float) -> EngineView:
         meter, record = self.meters[engine.slot], self._records[engine.slot]
-        if record is not None:
-            meter.evictions(record, self._shape.block_size)
         constants, block = meter.estimator.constants(), self._shape.block_size
         known = record is not None and record.blocks_total > 0
         queue = meter.backlog.queue(now_ms) if constants else ()
