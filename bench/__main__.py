@@ -15,6 +15,7 @@ BENCHES = {
     "interference": "gaps of running streams while long prompts arrive, beside plain vLLM",
     "ipc": "the index against Redis and ZeroMQ, copies against memmove, the pipe against queues",
     "plan": "goodput that `launcher.py plan` predicts, beside the node's own",
+    "saturation": "requests a second when there is always more to do, beside plain vLLM",
     "scale": "control cost per request from 1P1D to 8P8D, over fake engine cores",
     "serve": "goodput under a service level, chat and long prompts mixed, beside plain vLLM",
     "startup": "ready and memory of 1P1D beside plain vLLM",

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from bench.kept import Kept
-from bench.line_up import SERVED, Entrant, add_line_up_flags, line_up
+from bench.line_up import add_line_up_flags, line_up
 from bench.load import ask, session
 from bench.measure import Series, quantile
+from bench.mix import fresh
 from bench.report import Report, add_output_flags, machine
-from bench.streams import Timed, body, prompt
+from bench.streams import Timed
 
 WARMUP_TOKENS = 16
 SETTLE_S = 1.0
@@ -43,35 +44,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    figures = partial(rounds, options)
     kept, found, kinds = Kept(options.work), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         logs = options.work or Path(folder)
         for entrant in line_up(options):
             found[entrant.name] = kept.get(
-                entrant.name, lambda entrant=entrant: measure(options, entrant, logs)
+                entrant.name, lambda entrant=entrant: entrant.measure(logs, figures)
             )
             kinds[entrant.name] = entrant.kind
     return report(options, found, kinds).finish(options)
 
 
-def measure(options: argparse.Namespace, entrant: Entrant, logs: Path) -> list[dict]:
-    server = entrant.start(logs)
-    try:
-        server.wait_ready()
-        return asyncio.run(rounds(options, server.url))
-    finally:
-        server.stop()
-
-
 async def rounds(options: argparse.Namespace, url: str) -> list[dict]:
     async with session(url) as client:
         for tokens in (options.stream_prompt, options.long_prompt):
-            await ask(client, request(tokens, WARMUP_TOKENS))
+            await ask(client, fresh(tokens, WARMUP_TOKENS))
         return [await one_round(options, client) for _ in range(options.rounds)]
-
-
-def request(tokens: int, output: int) -> dict:
-    return body(SERVED, prompt(tokens, secrets.token_hex(8)), output)
 
 
 async def one_round(options: argparse.Namespace, client) -> dict:
@@ -80,7 +69,7 @@ async def one_round(options: argparse.Namespace, client) -> dict:
     # More tokens than can be written in the time; the streams are cancelled at its end.
     output = 2048 - options.stream_prompt - 1
     tasks = [
-        asyncio.create_task(ask(client, request(options.stream_prompt, output), timed))
+        asyncio.create_task(ask(client, fresh(options.stream_prompt, output), timed))
         for timed in streams
     ]
     while not all(timed.token_s for timed in streams):
@@ -93,7 +82,7 @@ async def one_round(options: argparse.Namespace, client) -> dict:
     begin_s = time.monotonic()
     prompts, ttft = 0, []
     while time.monotonic() - begin_s < options.seconds:
-        answer = await ask(client, request(options.long_prompt, 2))
+        answer = await ask(client, fresh(options.long_prompt, 2))
         prompts += 1
         ttft.append(answer.ttft_s * 1e3)
     end_s = time.monotonic()

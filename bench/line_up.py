@@ -10,9 +10,11 @@ engine a core   one plain engine per core behind pdnode's front end (--split nev
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.kept import add_work_flags
 from bench.servers import Node, Server, Twin
@@ -31,8 +33,14 @@ class Entrant:
     start_with: Callable[[Path], Server]
     """Its log -> the server."""
 
-    def start(self, logs: Path) -> Server:
-        return self.start_with(logs / f"{self.kind.replace(' ', '-')}.log")
+    def measure(self, logs: Path, figures: Callable[[str], Coroutine[Any, Any, Any]]) -> Any:
+        """Start it, and return what ``figures(url)`` gives."""
+        server = self.start_with(logs / f"{self.kind.replace(' ', '-')}.log")
+        try:
+            server.wait_ready()
+            return asyncio.run(figures(server.url))
+        finally:
+            server.stop()
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import secrets
 import statistics
 import tempfile
 import time
@@ -27,7 +26,6 @@ from typing import NamedTuple
 
 from bench.kept import Kept
 from bench.line_up import (
-    SERVED,
     Entrant,
     add_line_up_flags,
     line_up,
@@ -35,13 +33,12 @@ from bench.line_up import (
     vllm_flags,
 )
 from bench.load import ask, session
+from bench.mix import KINDS, add_mix_flags, fresh, kinds, of_kind, text
 from bench.report import Report, add_output_flags, machine
 from bench.servers import Twin
-from bench.streams import body, prompt
 
 WELL = 0.9
 IDLE_ROUNDS = 3
-KINDS = ("chat", "long")
 
 
 class Served(NamedTuple):
@@ -64,16 +61,12 @@ class Limits(NamedTuple):
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--chat", type=int, nargs=2, default=(200, 64), metavar=("IN", "OUT"))
-    parser.add_argument("--long", type=int, nargs=2, default=(1900, 16), metavar=("IN", "OUT"))
-    parser.add_argument("--long-share", type=float, default=0.15)
+    add_mix_flags(parser, requests=30)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.8, 1.6])
     parser.add_argument("--sweep", type=float, default=0.4, metavar="RATE")
     parser.add_argument("--finalists", type=int, default=3, metavar="N")
-    parser.add_argument("--requests", type=int, default=30, help="at each rate")
     parser.add_argument("--ttft", type=float, default=2.0, help="times idle")
     parser.add_argument("--itl", type=float, default=3.0, help="times idle")
-    parser.add_argument("--seed", type=int, default=0)
     add_line_up_flags(parser)
     add_output_flags(parser)
     return parser.parse_args(argv)
@@ -122,7 +115,7 @@ async def _idle(options: argparse.Namespace, url: str) -> dict[str, float]:
         found = {}
         for kind in KINDS:
             tokens, _ = getattr(options, kind)
-            each = [await ask(client, request(tokens, 16)) for _ in range(IDLE_ROUNDS + 1)][1:]
+            each = [await ask(client, fresh(tokens, 16)) for _ in range(IDLE_ROUNDS + 1)][1:]
             found[kind] = statistics.median(t.ttft_s for t in each)
             found[gap_of(kind)] = statistics.median(t.itl_s for t in each)
         return found
@@ -133,18 +126,11 @@ def gap_of(kind: str) -> str:
     return f"{kind} gap"
 
 
-def request(tokens: int, output: int) -> dict:
-    return body(SERVED, prompt(tokens, secrets.token_hex(8)), output)
-
-
 def arrivals(options: argparse.Namespace, rate: float) -> list[tuple[float, str]]:
     """(seconds from the start, kind). The same for every configuration, and at every rate the same
-    requests, only closer. The share of long ones is exact, as there are few."""
+    requests, only closer."""
     rng, at_s, found = random.Random(options.seed), 0.0, []
-    long = round(options.long_share * options.requests)
-    kinds = ["long"] * long + ["chat"] * (options.requests - long)
-    rng.shuffle(kinds)
-    for kind in kinds:
+    for kind in kinds(options, rng):
         at_s += rng.expovariate(1.0) / rate
         found.append((at_s, kind))
     return found
@@ -154,19 +140,14 @@ def measure(
     options: argparse.Namespace, entrant: Entrant, logs: Path, idle: dict, rates: list[float]
 ) -> dict[str, list[Served]]:
     """By rate, up to the first that fails."""
-    server = entrant.start(logs)
-    try:
-        server.wait_ready()
-        return asyncio.run(_rates(options, server.url, idle, rates))
-    finally:
-        server.stop()
+    return entrant.measure(logs, lambda url: _rates(options, url, idle, rates))
 
 
 async def _rates(options, url: str, idle: dict, rates: list[float]) -> dict[str, list[Served]]:
     found: dict[str, list[Served]] = {}
     async with session(url) as client:
         for kind in KINDS:
-            await ask(client, request(*getattr(options, kind)))
+            await ask(client, of_kind(options, kind))
         for rate in rates:
             found[f"{rate:g}"] = requests = await _at_rate(options, client, rate, idle)
             if Limits(options.ttft, options.itl).share(requests) < WELL:
@@ -178,7 +159,7 @@ async def _at_rate(options, client, rate: float, idle: dict) -> list[Served]:
     begin_s, tasks = time.monotonic(), []
 
     async def one(kind: str) -> Served:
-        timed = await ask(client, request(*getattr(options, kind)))
+        timed = await ask(client, of_kind(options, kind))
         return Served(kind, timed.ttft_s / idle[kind], max(timed.gaps_s) / idle[gap_of(kind)])
 
     async with asyncio.TaskGroup() as group:
@@ -203,8 +184,7 @@ def report(
     first = ", ".join(f"{kind} {limits.ttft * idle[kind] * 1e3:.0f} ms" for kind in KINDS)
     gaps = ", ".join(f"{kind} {limits.itl * idle[gap_of(kind)] * 1e3:.0f} ms" for kind in KINDS)
     made.facts = machine() | {
-        "load": f"Poisson, {options.long_share:.0%} of {options.long[0]} + {options.long[1]} tokens, "
-        f"the rest {options.chat[0]} + {options.chat[1]}; {options.requests} requests a rate",
+        "load": f"Poisson, {text(options)}; {options.requests} requests a rate",
         "served well": f"TTFT {first}; every gap {gaps}",
         "held equal": f"cores, model, {options.dtype}, arrivals and prompts' lengths",
     }
