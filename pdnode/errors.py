@@ -11,6 +11,8 @@
       HandoffLost           the KV of one request was gone or replaced before it was copied
         HandoffRecomputed   the same under --strict: the request ends with HTTP 500
       RequestBlamed         engines ended under this request, one after the other: HTTP 500
+      RequestUnsendable     one request has a value that no message to an engine can hold: HTTP 400
+      NodeFault             a fault of the node's own, which ends the request it is about: HTTP 500
       BadRole               POST /pd/role or /pd/drain asked for what cannot be: HTTP 400
       EnginesDisagree       a call to all engines got answers that cannot be one answer
 
@@ -63,6 +65,14 @@ class HandoffRecomputed(HandoffLost):
 
 
 class RequestBlamed(PdNodeError):
+    pass
+
+
+class RequestUnsendable(PdNodeError):
+    status = 400
+
+
+class NodeFault(PdNodeError):
     pass
 
 

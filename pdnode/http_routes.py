@@ -7,7 +7,7 @@ and ask for the key), no new work while the node stops, and a bound on what wait
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
@@ -103,8 +103,8 @@ class PdRoutes:
             if request.url.path == "/pd/role":
                 self._node.change_role(wanted["engine"], wanted["role"])
             else:
-                await self._node.drain_engine(wanted["engine"], bool(wanted.get("drain", True)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                await self._node.drain_engine(wanted["engine"], _flag(wanted, "drain"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return _bad_request(f"POST {POSTS[request.url.path]} here ({error!r})")
         except BadRole as error:
             return _bad_request(str(error))
@@ -115,6 +115,14 @@ class PdRoutes:
         if self._keys is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         return self._keys.verify_token(Headers(scope=scope))
+
+
+def _flag(wanted: dict[str, Any], name: str) -> bool:
+    """Left out, it is true. Raises TypeError: "false" in quotes is not false to Python."""
+    value = wanted.get(name, True)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, neither true nor false")
+    return value
 
 
 def _not_allowed() -> JSONResponse:

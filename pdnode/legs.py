@@ -16,6 +16,7 @@ from ipc.index import Index
 from ipc.records import EngineRecord
 from pdnode.connector.prompt_order import TURN
 from pdnode.engine import Engine, EngineState
+from pdnode.errors import RequestUnsendable
 from pdnode.estimate import Estimator
 from pdnode.facts import facts_of
 from pdnode.fanout import FanOut
@@ -29,6 +30,7 @@ from pdnode.vllm_compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineDeadError,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 ABORTED_RELEASE_S = 0.2
 """For a decode engine to read an abort, before its hand-off is taken back for it."""
+
+UNSENDABLE = (OverflowError, TypeError, ValueError, RecursionError)
+"""What vLLM's encoder raises over values that msgpack does not have: half a surrogate pair, 2**64."""
 
 RECORDS_MS = 2.0
 """How old what engines say of their KV room may be, for placement: less than a step of theirs."""
@@ -180,7 +185,16 @@ class Legs(FanOut):
             meter.crowd.came(now_ms, leg.work.ms)
         self._give_turn(leg.work, request)
         self._prefixes.sent(leg.slot, journey.chain)
-        await engine.client.add_request_async(request)
+        try:
+            await engine.client.add_request_async(request)
+        except EngineDeadError:
+            pass  # supervision sees the death itself, and takes up what was sent there
+        except UNSENDABLE as error:
+            self._leg_over(journey)  # nobody got it
+            raise RequestUnsendable(
+                f"the request has a value that cannot be sent to an engine ({error}); leave it out, or "
+                "give text that UTF-8 can hold and numbers of 64 bits"
+            ) from error
 
     def _crowded(self, work: Work) -> list[Meter]:
         """Those that compute prompts, if ``work`` is one and finds them all at it: wherever it goes, it

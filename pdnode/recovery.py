@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from pdnode.decode_first import DecodeFirst
 from pdnode.engine import Engine, EngineState
-from pdnode.errors import NoEngine, PdNodeError, RequestBlamed
+from pdnode.errors import NodeFault, NoEngine, PdNodeError, RequestBlamed
 from pdnode.journey import Journey, Stage, error_output
 from pdnode.placement import Plan
 from pdnode.suspects import Suspects
 from pdnode.vllm_compat import EngineCoreOutputs, init_logger
 
 logger = init_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class Recovery(DecodeFirst):
             self._leg_over(journey)
             await self._unfollow(journey)
         for journey in verdict.free:
-            await self._take_up(journey)
+            await self._guarded(journey, self._take_up(journey))
         for journey in verdict.blamed:
             await self._fail(journey, self._blame(journey, engine))
         await self._next_trial()
@@ -64,7 +66,7 @@ class Recovery(DecodeFirst):
     async def _next_trial(self) -> None:
         journey = self._suspects.next()
         if journey is not None:
-            await self._take_up(journey)
+            await self._guarded(journey, self._take_up(journey))
 
     async def _end(self, journey: Journey, stage: Stage) -> None:
         await super()._end(journey, stage)
@@ -83,7 +85,7 @@ class Recovery(DecodeFirst):
         waiting, self._waiting = self._waiting, []
         for journey in waiting:
             if not journey.ended:
-                await self._take_up(journey)
+                await self._guarded(journey, self._take_up(journey))
 
     async def _take_up(self, journey: Journey) -> None:
         """Send the next leg to wherever placement says, or wait for an engine."""
@@ -116,11 +118,41 @@ class Recovery(DecodeFirst):
         for journey in [*self._by_request.values()]:
             await self._fail(journey, error)
 
+    async def _guarded(self, journey: Journey, step: Coroutine[Any, Any, T]) -> T | None:
+        """What goes wrong over one request ends that request and no other."""
+        try:
+            return await step
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            if not journey.ended:
+                await self._fail(journey, _as_ours(journey.request_id, error))
+            return None
+
+    async def _refuse(self, request_id: str, error: Exception) -> None:
+        """A request that could not be begun. vLLM has registered it, and frees that for an output only."""
+        ours = _as_ours(request_id, error)
+        journey = self._by_request.get(request_id)
+        if journey is not None:
+            await self._fail(journey, ours)
+            return
+        self.counters.failed += ours.status >= 500
+        self.explain(request_id, ours)
+        output = error_output(request_id)
+        self._outputs.put_nowait(EngineCoreOutputs(engine_index=0, outputs=[output]))
+
     async def _fail(self, journey: Journey, error: PdNodeError) -> None:
-        self.counters.failed += 1
+        self.counters.failed += error.status >= 500
         self.explain(journey.request_id, error)
         output = error_output(journey.request_id)
         await self._end(journey, Stage.FAILED)
         mine = self._route(journey, output)
         if mine is not None:
             self._outputs.put_nowait(EngineCoreOutputs(engine_index=0, outputs=[mine]))
+
+
+def _as_ours(request_id: str, error: Exception) -> PdNodeError:
+    if isinstance(error, PdNodeError):
+        return error
+    logger.error("%s cannot go on", request_id, exc_info=error)
+    return NodeFault(
+        f"the node cannot go on with this request ({error!r}); its log has the traceback"
+    )

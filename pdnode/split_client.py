@@ -63,7 +63,12 @@ class SplitClient(Recovery):
             request.request_id = known.leg.leg_id
             await self._engine(known.leg.slot).client.add_request_async(request)
             return
-        await self.begin(request)
+        try:
+            await self.begin(request)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            await self._refuse(request.request_id, error)
 
     def shutdown(self, timeout: float | None = None) -> None:
         for pump in self._pumps.values():
@@ -86,7 +91,7 @@ class SplitClient(Recovery):
         parked = isinstance(chosen, Decline)
         placed = NOWHERE if parked else chosen
         timeline = Timeline(
-            request.external_req_id or request.request_id,
+            _sayable(request.external_req_id or request.request_id),
             len(request.prompt_token_ids or ()),
             arrived=time.monotonic(),
         )
@@ -177,7 +182,7 @@ class SplitClient(Recovery):
             if in_peace and journey.goes_on(output):
                 mine = journey.on_output(output)
             else:
-                mine = await self._advance(journey, output)
+                mine = await self._guarded(journey, self._advance(journey, output))
             if mine is not None:
                 emitted.append(mine)
         stats = outputs.scheduler_stats
@@ -223,7 +228,8 @@ class SplitClient(Recovery):
         await self._release(journey)
         if output.finish_reason is FinishReason.ERROR:
             return journey.on_output(output)  # no hand-off: it got nothing, and computed nothing
-        if not journey.split:
+        if not journey.split or journey.deaths:
+            # Its KV may have gone with an engine: that is counted as a resume, and not silent.
             self.counters.resume_recomputed_tokens += computed
         elif journey.request_id in self._sinks:
             journey.recomputed_tokens = computed  # the self-test judges it
@@ -264,3 +270,8 @@ class SplitClient(Recovery):
     @property
     def unfinished(self) -> int:
         return len(self._by_request)
+
+
+def _sayable(request_id: str) -> str:
+    """JSON can bring half a surrogate pair, and no answer that lists requests could be written with it."""
+    return request_id.encode(errors="replace").decode()

@@ -159,6 +159,19 @@ def test_every_response_has_an_id_and_the_clients_own_is_kept(node: Node) -> Non
     assert "x-request-id" in unknown.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("drain", ['"false"', "0", "null"])
+def test_only_true_and_false_drain_an_engine(node: Node, drain: str) -> None:
+    body = f'{{"engine": "decode-0", "drain": {drain}}}'
+    refused = node.http.post("/pd/drain", content=body)
+    assert refused.status_code == 400
+    assert "neither true nor false" in refused.json()["error"]["message"]
+    assert not any(engine["draining"] for engine in node.http.get("/pd/status").json()["engines"])
+
+
+def test_a_body_of_brackets_is_a_bad_request(node: Node) -> None:
+    assert node.http.post("/pd/role", content="[" * 100_000).status_code == 400
+
+
 def test_the_page_is_served(node: Node) -> None:
     for path, kind in (("/pd", "html"), ("/pd/page.js", "javascript"), ("/pd/page.css", "css")):
         answer = node.http.get(path)

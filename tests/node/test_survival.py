@@ -7,6 +7,7 @@ killed (which tests/twin compares with plain vLLM).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -288,6 +289,40 @@ def test_a_request_under_which_two_engines_die_is_blamed_and_no_other(node, expe
         f"2 engines ended while they ran this request, the last one was {second['id']}" in message
     )
     assert all_ready(node)["counters"]["failed"] == before["failed"] + 1
+
+
+UNSENDABLE = {
+    "on the first leg": {"top_k": 2**64, "temperature": 1.0},
+    "on the second leg only": {"min_tokens": 1, "stop": ["\ud800"]},
+    "in a name": {"vllm_xargs": {"\ud800": 2}, "min_tokens": 1},
+    "beside the sampling": {"request_id": "\ud800"},
+    "streamed": {"min_tokens": 1, "stop": ["\ud800"], "stream": True},
+}
+
+
+@pytest.mark.parametrize("body", UNSENDABLE.values(), ids=UNSENDABLE)
+def test_a_request_that_cannot_be_sent_costs_nobody_anything(node, expected, body):
+    """msgpack has no half surrogate pairs and no integers of more than 64 bits; JSON has."""
+    before = all_ready(node)
+    request = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    # ASCII, as any client may write it.
+    text = json.dumps(request | body)
+    headers = {"content-type": "application/json"}
+    answers = []
+
+    def ask() -> None:
+        answers.append(node.http.post("/v1/completions", content=text, headers=headers))
+
+    assert tokens_of(node, once_at(30, ask)) == expected["greedy"]
+    [answer] = answers
+    assert "cannot be sent to an engine" in answer.text
+    assert answer.status_code == 400 or "stream" in body
+    after = node.status()
+    assert after["counters"]["failed"] == before["counters"]["failed"]
+    assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
+    newest = node.http.get("/pd/requests?limit=2").json()["requests"]
+    states = [request["state"] for asked in newest for request in asked["requests"]]
+    assert "running" not in states
 
 
 def test_a_stopped_worker_is_ejected_after_the_health_timeout(node, expected):

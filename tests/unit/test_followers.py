@@ -12,6 +12,7 @@ import pytest
 from ipc.index import Index
 from pdnode.device import CpuDevice
 from pdnode.engine import EngineState
+from pdnode.errors import NodeFault, PdNodeError, RequestUnsendable
 from pdnode.placement import NodeView, PlacementConfig
 from pdnode.split_client import SplitClient
 from pdnode.vllm_compat import (
@@ -39,9 +40,12 @@ class Engine:
         caching = SimpleNamespace(enable_prefix_caching=False)
         self.vllm_config = SimpleNamespace(cache_config=caching)
         self.here: dict[str, EngineCoreRequest] = {}
+        self.fault: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         assert self.state is EngineState.READY, "a message to a dead engine is lost"
+        if self.fault is not None:
+            raise self.fault
         self.here[request.request_id] = request
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -72,6 +76,9 @@ class Lab:
             frontend_args=SimpleNamespace(logits_processors=None),
         )
         self.client = SplitClient(config, self.engines, self.acks, NodeView((), 128, 4096))
+        self.told: list[PdNodeError] = []
+        """What clients of requests that failed are told."""
+        self.client.explain = lambda _, error: self.told.append(error)
 
     async def begin(self, **params) -> None:
         params = SamplingParams(max_tokens=5, ignore_eos=True, **params)
@@ -111,6 +118,7 @@ def follow(request) -> Callable:
         lab = Lab(flow)
         try:
             asyncio.run(scenario(lab))
+            assert lab.told == []
         finally:
             lab.close()
 
@@ -194,3 +202,34 @@ def test_decode_dies_and_prefills_answer_goes_where_somebody_lives(follow):
 
     follow(nobody_is_left)
     follow(scenario)
+
+
+FAULTS = [
+    (RuntimeError("nobody thought of it"), NodeFault, 1),
+    (OverflowError("too large"), RequestUnsendable, 0),
+]
+
+
+@pytest.mark.parametrize("fault, told, failed", FAULTS)
+@pytest.mark.parametrize("where", ["first leg", "second leg", "after a death"])
+def test_what_goes_wrong_over_a_request_ends_that_one_only(follow, where, fault, told, failed):
+    async def scenario(lab: Lab) -> None:
+        slot = {"first leg": P0, "second leg": D, "after a death": P1}[where]
+        lab.engines[slot].fault = fault
+        await lab.begin(temperature=0)
+        if where == "second leg":
+            await lab.answer(P0, "r/p1", 7, reason=FinishReason.LENGTH)
+        elif where == "after a death":
+            await lab.die(P0)
+        assert [type(error) for error in lab.told] == [told]
+        lab.told.clear()
+        assert lab.client.unfinished == 0
+        assert lab.client.counters.failed == failed
+        assert lab.here() == [[], [], []]
+        assert [engine.requests for engine in lab.engines] == [0, 0, 0]
+        await lab.client.get_output_async()
+        lab.engines[slot].fault = None
+        await lab.begin(temperature=0)
+        assert sum(map(len, lab.here())) == 1
+
+    follow(scenario, "prefill-first")
