@@ -88,7 +88,8 @@ class Meter:
                 beside = work.beside_streams
                 prompt = Prompt(work.new, work.cached, work.coming, self.streams, beside)
                 short_ms = self.crowd.short_ms(now_ms)
-                taken = turns.take(constants, prompt, now_ms, self.stretch, short_ms)
+                queue = self.backlog.queue(now_ms)
+                taken = turns.take(constants, prompt, queue, now_ms, self.stretch, short_ms)
                 work.turn, work.ms, pass_ms = taken
             else:
                 work.ms = estimate.prefill_ms(constants, work.new, work.cached, self.streams)

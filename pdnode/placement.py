@@ -374,7 +374,8 @@ def _compute(
     beside = decodes and bool(streams or coming_ms)
     bounded = beside and view.config.stretch
     if bounded:
-        c = turns.in_passes_of(c, turns.beside_streams(c, cached, new))
+        longer = turns.hurry(e.queue, estimate.prefill_ms(c, new, cached, streams), bounded)
+        c = turns.in_passes_of(c, turns.beside_streams(c, cached, new, longer))
     ms = copy_ms + estimate.prefill_ms(c, new, cached, streams)
     wait_ms, late_ms = _among(e, streams, ms, view.config.stretch)
     stall = streams * (estimate.stall_ms(c, new, cached) + copy_ms * c.copy_in_step)

@@ -10,6 +10,8 @@ vLLM computes prompts in the order in which they came and fills every pass with 
   short one takes by itself, if short ones came lately while others were computed. Else it takes all
   it can: each pass has a cost of its own.
 - on a decode engine a pass takes no longer than ``STEADY`` steps, as streams wait for it.
+- a prompt that will be late takes longer passes, up to ``HURRY`` times: where none can be in time, what
+  passes cost by themselves makes every next one later.
 
 The front end decides both, as it has measured what things cost, and sends them along
 (:class:`Turn`); :mod:`pdnode.connector.prompt_order` obeys in the engine.
@@ -46,6 +48,9 @@ LEAST_SHARE = 0.25
 STEADY = 2.5
 """Decode steps that a pass with prompt tokens may take where streams run."""
 
+HURRY = 4.0
+"""A prompt that will take so many times what it may takes passes that much longer, and none longer."""
+
 REMEMBERED_MS = 60_000.0
 RECENT = 32
 
@@ -74,11 +79,19 @@ class Crowd:
         return recent[len(recent) // 4] if recent else inf
 
 
-def pass_tokens(c: Constants, cached: int, new: int, short_ms: float) -> int:
+def hurry(queue: Iterable[Ahead], own_ms: float, stretch: float) -> float:
+    """By how much longer passes than usual a prompt may take that meets ``queue``."""
+    wait_ms, _ = among(queue, own_ms, stretch)
+    may_ms = stretch * own_ms
+    return min(HURRY, max(1.0, (wait_ms + own_ms) / may_ms)) if may_ms else 1.0
+
+
+def pass_tokens(c: Constants, cached: int, new: int, short_ms: float, longer: float = 1.0) -> int:
     """Of ``new`` tokens to compute, how many in one pass, so that short ones need not wait; 0: all."""
     if short_ms == inf:
         return 0
-    pass_ms = max(LEAST_PASS_MS, OVERHEADS * c.prefill_pass_ms, UNDER_WAY * short_ms)
+    under_way_ms = longer * UNDER_WAY * short_ms
+    pass_ms = max(LEAST_PASS_MS, OVERHEADS * c.prefill_pass_ms, under_way_ms)
     per_token_ms = estimate.compute_ms(c, new, cached) / new
     if not per_token_ms:
         return 0
@@ -86,13 +99,13 @@ def pass_tokens(c: Constants, cached: int, new: int, short_ms: float) -> int:
     return _evenly(new, tokens) if 2 * tokens <= new else 0
 
 
-def beside_streams(c: Constants, cached: int, new: int) -> int:
+def beside_streams(c: Constants, cached: int, new: int, longer: float = 1.0) -> int:
     """Of ``new`` tokens to compute on a decode engine, how many in one pass; 0: all.
 
     The streams' own tokens come on top, as they do in a decode step.
     """
     fixed_ms = max(c.decode_step_ms, c.prefill_pass_ms)
-    room_ms = max(STEADY * c.decode_step_ms - fixed_ms, LEAST_SHARE * fixed_ms)
+    room_ms = max(longer * STEADY * c.decode_step_ms - fixed_ms, LEAST_SHARE * fixed_ms)
     # At the prompt's end, where a token takes longest.
     per_token_ms = c.prefill_ms_per_token + c.prefill_ms_per_token_context * (cached + new)
     if not per_token_ms:
@@ -127,11 +140,23 @@ class Taken(NamedTuple):
     """What one pass takes of that; inf: there is only one."""
 
 
-def take(c: Constants, prompt: Prompt, now_ms: float, stretch: float, short_ms: float) -> Taken:
-    """The turn of a prompt that comes now. ``short_ms``: from the engine's :class:`Crowd`."""
+def take(
+    c: Constants,
+    prompt: Prompt,
+    queue: Iterable[Ahead],
+    now_ms: float,
+    stretch: float,
+    short_ms: float,
+) -> Taken:
+    """The turn of a prompt that comes now, and meets ``queue``. ``short_ms``: from the engine's
+    :class:`Crowd`."""
     new, cached, coming, streams, beside = prompt
-    tokens = beside_streams(c, cached, new) if beside else pass_tokens(c, cached, new, short_ms)
     own_ms = estimate.prefill_ms(c, new + coming, cached - coming, streams)
+    longer = hurry(queue, own_ms, stretch)
+    if beside:
+        tokens = beside_streams(c, cached, new, longer)
+    else:
+        tokens = pass_tokens(c, cached, new, short_ms, longer)
     ms = estimate.prefill_ms(in_passes_of(c, tokens), new, cached, streams)
     turn = Turn(now_ms + stretch * own_ms, new + coming, tokens)
     return Taken(turn, ms, pass_ms(c, new, ms, tokens))

@@ -137,7 +137,8 @@ class Placement:
                 coming = min(plan.coming_tokens, cached)
                 prompt = Prompt(new, cached, coming, streams, plan.beside_streams)
                 short_ms = self._crowd[slot].short_ms(now_ms)
-                turn, ms, pass_ms = turns.take(c, prompt, now_ms, stretch, short_ms)
+                queue = self._backlog[slot].queue(now_ms)
+                turn, ms, pass_ms = turns.take(c, prompt, queue, now_ms, stretch, short_ms)
         self._waiting[slot] += 1
         self._queued[slot] += request.prompt_tokens
         work = self._backlog[slot].sent(ms, now_ms, turn.deadline_ms, pass_ms)

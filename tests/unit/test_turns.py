@@ -8,7 +8,7 @@ import pytest
 
 from pdnode import turns
 from pdnode.connector.prompt_order import Pass, Prompt, next_pass
-from pdnode.estimate import Ahead, Constants, Estimator
+from pdnode.estimate import Ahead, Constants, Estimator, prefill_ms
 from pdnode.meter import Meter, Work
 from pdnode.turns import Crowd
 
@@ -59,6 +59,23 @@ def test_a_pass_beside_streams_takes_two_and_a_half_steps(new, tokens):
     assert turns.beside_streams(full, 0, new) == tokens
     dear = Constants(35, 9.0, 0, 36, 1, 1, 0.01, 2)
     assert turns.beside_streams(dear, 0, 800) == turns.FEWEST
+
+
+def test_who_will_be_late_takes_longer_passes():
+    assert turns.hurry((), 100, 2) == 1
+    assert turns.hurry((Ahead(150, 100),), 100, 2) == 1
+    assert turns.hurry((Ahead(150, 300),), 100, 2) == 2
+    assert turns.hurry((Ahead(150, 9000),), 100, 2) == turns.HURRY
+    assert turns.hurry((Ahead(500, 9000),), 100, 2) == 1, "it passes that one"
+    assert turns.hurry((Ahead(150, 9000),), 100, 0) == 1, "in the order in which they came"
+    slow, prompt = Constants(35, 1.4, 0, 36, 1, 1, 0.01, 2), turns.Prompt(800, beside_streams=True)
+    own_ms = prefill_ms(slow, 800)
+    for ahead_ms, steps in ((0.0, 2.5), (3 * own_ms, 5.0), (99 * own_ms, 10.0)):
+        queue = (Ahead(0.0, ahead_ms),)
+        taken = turns.take(slow, prompt, queue, 0.0, 2.0, inf)
+        most = int((steps - 1) * 36 / 1.4)
+        assert taken.turn.pass_tokens == -(-800 // -(-800 // most)), steps
+        assert taken.pass_ms <= steps * 36 * 1.1
 
 
 def test_a_short_one_waits_for_the_pass_of_a_long_one_only():
