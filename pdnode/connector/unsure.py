@@ -92,6 +92,8 @@ def computed_after_all(request: Request, tokens: int) -> None:
     """A load of ``tokens`` failed. The front end is told that they were computed, and tells the client."""
     stats = request.prefill_stats
     if stats is not None:
+        # vLLM fills them in when it first schedules a request: a second load is not in them.
+        tokens = min(tokens, stats.num_external_cached_tokens)
         stats.num_cached_tokens -= tokens
         stats.num_external_cached_tokens -= tokens
         stats.num_computed_tokens += tokens

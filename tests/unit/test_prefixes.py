@@ -12,6 +12,7 @@ from ipc.index import Index
 from pdnode.connector.metadata import LoadDone, LoadFailed, LoadReport
 from pdnode.connector.prefixes import LEFT_ALONE_S, Prefixes
 from pdnode.connector.settings import ConnectorSettings
+from pdnode.connector.unsure import computed_after_all
 from pdnode.prefixes import Prefixes as Seen
 from pdnode.vllm_compat import EngineCoreRequest
 from tests.unit.vllm_scheduler import index_of
@@ -198,6 +199,8 @@ def test_a_prefix_that_was_not_taken_counts_as_computed(engines):
     rest = reader.loaded(report)
     assert [line.request_id for line in (*rest.done, *rest.failed)] == ["x"]
     assert not reader.loading
+    assert (stats.num_cached_tokens, stats.num_computed_tokens) == (0, 53)
+    computed_after_all(request, 48)  # a second load, after a preemption
     assert (stats.num_cached_tokens, stats.num_computed_tokens) == (0, 53)
     record = reader._index.engine(1)
     assert (record.prefix_pulls, record.prefix_failures) == (0, 1)
