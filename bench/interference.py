@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 import time
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
-from bench.kept import Kept
-from bench.line_up import add_line_up_flags, line_up
+from bench.line_up import add_line_up_flags, measure_each
 from bench.load import ask, session
 from bench.measure import Series, quantile
 from bench.mix import fresh
@@ -44,15 +41,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    figures = partial(rounds, options)
-    kept, found, kinds = Kept(options.work), {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        logs = options.work or Path(folder)
-        for entrant in line_up(options):
-            found[entrant.name] = kept.get(
-                entrant.name, lambda entrant=entrant: entrant.measure(logs, figures)
-            )
-            kinds[entrant.name] = entrant.kind
+    measured = measure_each(options, partial(rounds, options))
+    kinds = {name: kind for name, (kind, _) in measured.items()}
+    found = {name: each for name, (_, each) in measured.items()}
     return report(options, found, kinds).finish(options)
 
 

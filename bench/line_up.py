@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.kept import add_work_flags
+from bench.kept import Kept, add_work_flags
 from bench.servers import Node, Server, Twin
 from pdnode import default_model
 
@@ -100,3 +102,16 @@ def line_up(options: argparse.Namespace) -> list[Entrant]:
     if options.only:
         entrants = [e for e in entrants if any(e.name.startswith(name) for name in options.only)]
     return entrants
+
+
+def measure_each(
+    options: argparse.Namespace, figures: Callable[[str], Coroutine[Any, Any, Any]]
+) -> dict[str, tuple[str, Any]]:
+    """name -> (kind, what ``figures(url)`` gave) of each that runs, or is kept in --work."""
+    kept, found = Kept(options.work), {}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = options.work or Path(folder)
+        for entrant in line_up(options):
+            measure = partial(entrant.measure, logs, figures)
+            found[entrant.name] = (entrant.kind, kept.get(entrant.name, measure))
+    return found

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
-from bench.kept import Kept
-from bench.line_up import MAX_REQUESTS, add_line_up_flags, line_up
+from bench.line_up import MAX_REQUESTS, add_line_up_flags, measure_each
 from bench.load import ask, session
 from bench.measure import Series
 from bench.mix import KINDS, add_mix_flags, kinds, of_kind, text
@@ -38,16 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    kept, found, plain = Kept(options.work), {}, set()
-    figures = partial(rounds, options)
-    with tempfile.TemporaryDirectory() as folder:
-        logs = options.work or Path(folder)
-        for entrant in line_up(options):
-            found[entrant.name] = Series(
-                kept.get(entrant.name, lambda entrant=entrant: entrant.measure(logs, figures))
-            )
-            if entrant.kind != "pdnode":
-                plain.add(entrant.name)
+    measured = measure_each(options, partial(rounds, options))
+    plain = {name for name, (kind, _) in measured.items() if kind != "pdnode"}
+    found = {name: Series(each) for name, (_, each) in measured.items()}
     return report(options, found, plain).finish(options)
 
 
